@@ -12,7 +12,7 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import to_json
 from kvshift.lab.data.config import SHARED
 from kvshift.lab.study.arm import Arm, pair
-from kvshift.lab.study.jobs import on_text_at_hand
+from kvshift.lab.study.jobs import with_available_text
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
@@ -139,10 +139,10 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
     assert {(job.config.data.corpus, job.config.data.validation) for job in started} == {("tinyshakespeare", None)}
     assert "the bundled corpus, far smaller, stands for it" in capsys.readouterr().err
     asked = RECIPE.jobs("smoke", [0])
-    assert on_text_at_hand(asked) == asked
+    assert with_available_text(asked) == asked
     monkeypatch.setenv(SHARED, str(tmp_path))
     asked = RECIPE.jobs("laptop", [0])
-    assert on_text_at_hand(asked) == asked
+    assert with_available_text(asked) == asked
 
 
 @pytest.mark.parametrize(("given", "said"), [(None, "not set"), ("", "not set"), ("here", "'.*here', which has none")])

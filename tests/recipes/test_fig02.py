@@ -46,13 +46,13 @@ def test_what_the_formulas_give(records: dict[str, Record]) -> None:
     assert verdicts(records) == ["holds", "holds", "holds", "holds", "fails", "holds"]
     least, descent, sparse, _, script, flow = RECIPE.claims([*records.values()])
     assert "1.23758, 2.38421, 4.60882" in least.ours  # worked out for the specification, apart from this code
-    assert least.size == "there by Table 3 and by the script, too"
-    assert descent.size.startswith("by Table 3, 33.3, 11.1, 0.0 % for O(T) = 0, 10, 100")  # 3, 1 and none of 9 starts
+    assert least.note == "there by Table 3 and by the script, too"
+    assert descent.note.startswith("by Table 3, 33.3, 11.1, 0.0 % for O(T) = 0, 10, 100")  # 3, 1 and none of 9 starts
     assert sparse.ours.endswith("6, 3, 0 levels")
-    assert "99.97" in sparse.size
+    assert "99.97" in sparse.note
     assert "script 1.50, 9.82, 99.97; Table 3 1.18, 2.49, 4.62; derived 1.24, 2.38, 4.61" in script.ours
     assert flow.ours.startswith("T = 32: a = (")
-    assert "3.42" in flow.size
+    assert "3.42" in flow.note
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_other_fields_would_fail(records: dict[str, Record], claim: int, panel: 
 def test_a_minimum_elsewhere_in_print_is_said(records: dict[str, Record]) -> None:
     records["paper"].result["panels"]["O(T) = 10"]["minimum"] = [1, 0]
     claim = RECIPE.claims([*records.values()])[0]
-    assert (claim.direction, claim.size) == ("holds", "elsewhere by Table 3")
+    assert (claim.direction, claim.note) == ("holds", "elsewhere by Table 3")
 
 
 def test_a_script_of_the_theorem_would_hold(records: dict[str, Record]) -> None:

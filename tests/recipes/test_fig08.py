@@ -162,11 +162,11 @@ def test_published_errors_are_met_by_the_spread_of_our_seeds():
     published = dict(zip(HOPS, PUBLISHED[5], strict=True))
     near = {hops: error - 0.001 for hops, error in published.items()}  # seeds 0, 1, 2: their mean is the published
     far = {**near, 16: 0.5}
-    for on, direction, size in ((near, "holds", "7 of 7"), (far, "fails", "6 of 7")):
+    for on, direction, note in ((near, "holds", "7 of 7"), (far, "fails", "6 of 7")):
         claim = RECIPE.claims(records("paper", 5, [0.1] * 3, [0.2] * 3, on=on))[-1]
         assert claim.statement.startswith("Vanilla with 5 layers errs as published")
         assert claim.direction == direction
-        assert claim.size.startswith(size)
+        assert claim.note.startswith(note)
     assert RECIPE.claims(records("paper", 5, [0.1], [0.2], on=near))[-1].direction == "not shown"
     assert "published" not in RECIPE.claims(records("laptop", 3, [0.1] * 3, [0.2] * 3))[-1].statement
 

@@ -284,7 +284,7 @@ def test_the_mean_over_places_is_one_for_each_seed() -> None:
     assert [claim.direction for claim in each] == ["not shown"] * 2  # 0.2 +- 0.25 and 0.097 +- 0.26
     assert (mean.direction, mean.own) == ("holds", True)  # 0.15, 0.155, 0.14
     assert mean.ours.startswith("KV-shift lower by 0.1483 ")
-    assert "after the data had been seen" in mean.size
+    assert "after the data had been seen" in mean.note
     assert find_recipe("tab07").claims(records[:6]) == each[:1]  # of one place there is no mean
 
 

@@ -97,7 +97,7 @@ def test_of_a_vanilla_model_that_is_only_slow_it_is_said_that_it_does_not_within
     given += [record((2, "vanilla"), 0.98 if seed < slow else 1.0, seed=seed) for seed in range(5)]
     claim = next(claim for claim in RECIPE.claims(given) if "vanilla, 2 layers, answers" in claim.statement)
     assert (claim.statement[-16:], claim.direction) == ("within 400 steps", expected)
-    assert f"here in {5 - slow} of 5 seeds" in claim.size
+    assert f"here in {5 - slow} of 5 seeds" in claim.note
 
 
 def test_a_spike_at_the_last_step_is_a_third_of_what_is_scored():

@@ -38,7 +38,7 @@ def drawing(records):
 
 def claims(records):
     ours = f"{len(records)} beads"
-    return [Claim(statement="Beads count", paper="8 beads", ours=ours, direction="holds", size="fewer")]
+    return [Claim(statement="Beads count", paper="8 beads", ours=ours, direction="holds", note="fewer")]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_all_is_run_drawn_and_written(recipe: Recipe, tmp_path: Path, capsys: py
     assert "- The paper does not say which beads." in page
     assert "4 runs on abacus, commit c0ffee, 2026-01-02." in page
     printed = capsys.readouterr()
-    assert "HOLDS     Beads count\n    paper: 8 beads\n    ours:  4 beads\n    size:  fewer" in printed.out
+    assert "HOLDS     Beads count\n    paper: 8 beads\n    ours:  4 beads\n    note:  fewer" in printed.out
     assert str((folder / "report.md").resolve()) in printed.out
     assert re.search(r"\[4 of 4, \d+ s\] Beads, b, seed 1: finished", printed.err)
 

@@ -213,7 +213,7 @@ def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.
     text = results_pages.results_page(results_pages.published(results))
     assert "| one for all | **holds** by arithmetic |" in text
     assert "| one for all | **not testable here** |" in text  # not "at one rate"
-    assert f"it is too small; {second.size} | **not testable here** |" in text
+    assert f"it is too small; {second.note} | **not testable here** |" in text
 
 
 PROJECT = Path(__file__).parents[2]

@@ -67,10 +67,10 @@ def test_what_the_model_says(records: list[Record]) -> None:
     assert 4 * (math.exp(3) - 1) / (2 * math.exp(3) + 3) == pytest.approx(1.77, abs=0.005)
     assert side.ours.startswith("off by up to 1.8; derived (b1 + b2 e^a1) / S, off by up to ")
     assert side.statement == "Logit of tokens i - 1 and T"
-    assert claims[0].size == "8 settings of T, a and b; every i from 2 to T - 2"
+    assert claims[0].note == "8 settings of T, a and b; every i from 2 to T - 2"
     assert re.fullmatch(r"off in loss or gradient by 0\.\d+ to 1\.2; with A1 for A2, by \de-16 at most", theorem.ours)
     assert places.ours == "T = 8, (3, 0, 0, 4): 2.778 for i = 2 ... 6, 1.160 for i = 7"
-    assert places.size == "holds for 2 <= i <= T - 2: yes"
+    assert places.note == "holds for 2 <= i <= T - 2: yes"
     assert draws.ours.endswith("standard errors in all 4 settings")
 
 

@@ -132,7 +132,7 @@ def test_inside_the_range_of_training_is_a_question_of_ours():
 def test_a_miniature_is_not_compared_with_print():
     (claim,) = RECIPE.claims(records("Tr2-Te3", [0.3, 0.31], [0.2, 0.22]))
     assert claim.paper.endswith("(Tr12-Te15)")
-    assert "miniature" in claim.size
+    assert "miniature" in claim.note
 
 
 def test_the_figure_has_both_models_and_what_is_in_print():

@@ -46,7 +46,7 @@ def test_a_miniature_decides_nothing_whatever_it_counts() -> None:
     for counts in ([16, 17, 15], [4, 5, 3]):
         (claim,) = RECIPE.claims([record(count, seed, size=None) for seed, count in enumerate(counts)])
         assert claim.direction == "not testable here"
-        assert claim.size.startswith("after 200 steps the coefficients are near their start values; ")
+        assert claim.note.startswith("after 200 steps the coefficients are near their start values; ")
 
 
 def test_runs_that_diverged_are_left_out() -> None:

@@ -77,7 +77,7 @@ def _show(
 def _text(claims: Sequence[Claim]) -> str:
     parts = []
     for claim in claims:
-        rows = [("paper:", claim.paper), ("ours:", claim.ours), ("size:", claim.size)]
+        rows = [("paper:", claim.paper), ("ours:", claim.ours), ("note:", claim.note)]
         detail = "\n".join(f"    {name:<7}{text}" for name, text in rows)
         parts.append(f"{claim.direction.upper():<9} {claim.statement}\n{detail}")
     return "\n".join(parts)

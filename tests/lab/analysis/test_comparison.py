@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from kvshift.lab.analysis.comparison import explanation, summarize, table
+from kvshift.lab.analysis.comparison import legend, summarize, table
 from kvshift.lab.analysis.report import read_twins
 from kvshift.lab.analysis.tables import as_markdown, as_text
 from kvshift.lab.core.errors import LabError
@@ -63,9 +63,9 @@ def test_table_of_one_seed(tmp_path):
     assert cells(rows, "time of a step") == ("31.0 ms", "37.0 ms", "× 1.190 (quartiles 1.170 to 1.230)")
     assert cells(rows, "peak memory") == ("500 MiB", "505 MiB", "× 1.010")
     assert cells(rows, "parameters") == ("5,003", "5,027", "+24")
-    assert "7 sequences" in explanation(summary)
-    assert "median of the ratios of single rounds" in explanation(summary), "31.0 to 37.0 ms is not × 1.190"
-    assert "rounds" not in explanation({**summary, "step_time": None})
+    assert "7 sequences" in legend(summary)
+    assert "median of the ratios of single rounds" in legend(summary), "31.0 to 37.0 ms is not × 1.190"
+    assert "rounds" not in legend({**summary, "step_time": None})
 
 
 def test_several_seeds(tmp_path):
@@ -113,8 +113,8 @@ def test_more_than_two(tmp_path):
     assert {len(row) for row in rows} == {6}
     for row, pair, alone in zip(rows[1:], table(two)[1:], table(other)[1:], strict=True):
         assert row == (*pair[:3], alone[2], pair[3], alone[3])
-    assert "95 % by itself" in explanation(three)
-    assert "95 % by itself" not in explanation(two)
+    assert "95 % by itself" in legend(three)
+    assert "95 % by itself" not in legend(two)
 
 
 def test_another_baseline(tmp_path):

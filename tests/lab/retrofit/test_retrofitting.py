@@ -22,7 +22,7 @@ from transformers import (
 
 from kvshift.cli import main
 from kvshift.lab.core.errors import LabError, RunFailedError
-from kvshift.lab.core.messages import say_nothing
+from kvshift.lab.core.messages import quiet
 from kvshift.lab.retrofit import retrofitting
 from kvshift.lab.retrofit.retrofit_config import RetrofitOptions
 from kvshift.lab.retrofit.retrofitting import retrofit
@@ -64,7 +64,7 @@ def test_a_folder_in_a_folder_out(qwen2: Path, tmp_path: Path, capsys: pytest.Ca
     assert list(out.parent.iterdir()) == [out]
 
     plain = AutoModelForCausalLM.from_pretrained(qwen2)
-    for model in (load_kv_shift(out), load_model(str(out), say=say_nothing).model):
+    for model in (load_kv_shift(out), load_model(str(out), say=quiet).model):
         assert type(model).__name__ == "KVShiftQwen2ForCausalLM"
         assert (model.config.shift_targets, model.config.shift_window) == (["q", "k", "v"], 3)
         assert torch.equal(model(IDS).logits, plain(IDS).logits)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvshift.lab.analysis.learning import Reach, compare_reach
+from kvshift.lab.analysis.learning import StepsToLevel, compare_steps
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.study.claims import higher, percent, points, reached, sign_test, sooner, times, within
 
@@ -68,7 +68,7 @@ def test_within_a_margin_is_what_an_interval_inside_it_shows(ours, theirs, found
     ],
 )
 def test_a_level_is_reached_within_the_steps_that_there_were(steps: list, found: str):
-    reach = Reach(level=0.99, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), 400.0))
+    reach = StepsToLevel(level=0.99, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), 400.0))
     assert reached(reach, 400) == found
 
 
@@ -104,8 +104,10 @@ def test_the_sign_test(right: int, wrong: int, found: str):
 def test_sooner_without_an_interval_counts_the_pairs_whose_order_is_known(ours: list, theirs: list, found: str):
     seeds = range(len(ours))
     within = dict.fromkeys(seeds, 100.0)
-    reaches = (Reach(level=0.2, steps=dict(zip(seeds, steps, strict=True)), within=within) for steps in (ours, theirs))
-    assert sooner(compare_reach(*reaches)) == found
+    reaches = (
+        StepsToLevel(level=0.2, steps=dict(zip(seeds, steps, strict=True)), within=within) for steps in (ours, theirs)
+    )
+    assert sooner(compare_steps(*reaches)) == found
 
 
 def test_percent():

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
-from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
+from kvshift.lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, at_most, times, within
@@ -80,7 +80,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     found, ours = [], _ratios(records, OURS)
     for reading in READINGS:
         reach = _reach(records, reading)
-        compared = compare_reach(*reach, names=("KV-shift, 1 layer", "vanilla, 2 layers"))
+        compared = compare_steps(*reach, names=("KV-shift, 1 layer", "vanilla, 2 layers"))
         found.append(
             Claim(
                 statement=f"{_said(reading)}: one layer with KV shift reaches {100 * LEVEL:g} % in at most half the "
@@ -88,7 +88,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="much earlier; it leaves this open",
                 ours=compared.text,
                 direction=at_most(compared, 0.5),
-                size=f"steps to {100 * LEVEL:g} %",
+                note=f"steps to {100 * LEVEL:g} %",
                 own=True,
             )
         )
@@ -108,7 +108,7 @@ def _change(reading: Reading, theirs: list[float] | None, ours: list[float] | No
         paper="it leaves this open",
         ours=said,
         direction="not shown" if theirs is None or ours is None else within(theirs, ours, margin=math.log(FACTOR)),
-        size="ratio of steps by this reading over that by ours",
+        note="ratio of steps by this reading over that by ours",
         own=True,
     )
 
@@ -136,10 +136,10 @@ def _said(reading: Reading) -> str:
     return reading.words[0].upper() + reading.words[1:]
 
 
-def _reach(records: Sequence[Record], reading: Reading) -> list[Reach]:
+def _reach(records: Sequence[Record], reading: Reading) -> list[StepsToLevel]:
     """Return when one layer with KV shift reached `LEVEL`, and when two layers without did."""
     models = by_arm(records)
-    return [reach_of(accuracy_curves(models[_arm(model, reading)], SCORED), LEVEL) for model in MODELS[::-1]]
+    return [steps_to_level(accuracy_curves(models[_arm(model, reading)], SCORED), LEVEL) for model in MODELS[::-1]]
 
 
 def _ratios(records: Sequence[Record], reading: Reading) -> list[float] | None:

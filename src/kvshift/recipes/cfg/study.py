@@ -117,7 +117,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper=words_of_paper,
                 ours=f"{percent(shifted)} against {percent(vanilla)}: {points(shifted, vanilla)}",
                 direction=within(shifted, vanilla, margin=SHARE_MARGIN),
-                size="the paper gives no number",
+                note="the paper gives no number",
             )
         )
     shifted, vanilla = ([record.result["evaluation"]["loss"] for record in seeds.values()] for seeds in (ours, theirs))
@@ -128,7 +128,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper=words_of_paper,
             ours=verdict([one - other for one, other in zip(shifted, vanilla, strict=True)]).text,
             direction=within(shifted, vanilla, margin=LOSS_MARGIN),
-            size=f"with shift {statistics.fmean(shifted):.3f}, "
+            note=f"with shift {statistics.fmean(shifted):.3f}, "
             f"without {statistics.fmean(vanilla):.3f}, least possible {floor:.3f}; the paper gives no number",
         )
     )
@@ -147,7 +147,7 @@ def _near(after: str, label: str, losses: Sequence[float], floor: float) -> Clai
         statement=f"{after}, the loss of {label} is within {NEAR:g} nats per token of the least possible",
         ours=f"{statistics.fmean(excess):.4f} above it{ends}",
         direction=higher([NEAR] * len(excess), excess),
-        size=f"the least possible is {floor:.4f}: that of a model which knows the grammar, on the same sequences",
+        note=f"the least possible is {floor:.4f}: that of a model which knows the grammar, on the same sequences",
     )
 
 

@@ -112,7 +112,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     return found
 
 
-def _lower(where: str, gains: Sequence[float], size: str) -> list[Claim]:
+def _lower(where: str, gains: Sequence[float], note: str) -> list[Claim]:
     """Return the claims that there is a gain, and that it is at least `MARGIN`."""
     ours = verdict([-gain for gain in gains]).text
     return [
@@ -121,14 +121,14 @@ def _lower(where: str, gains: Sequence[float], size: str) -> list[Claim]:
             paper="lower at every size and in most cells of its tables, by 0.01 to 0.03 nats",
             ours=ours,
             direction=higher(gains, [0.0] * len(gains)),
-            size=size,
+            note=note,
         ),
         Claim(
             statement=f"{where}: the loss is lower by {MARGIN:g} nats per token or more",
             paper="not asked",
             ours=ours,
             direction=at_least(gains, MARGIN),
-            size="the margin was written down before the runs",
+            note="the margin was written down before the runs",
             own=True,
         ),
     ]
@@ -141,7 +141,7 @@ def _kind(changes: Changes, layers: int, kind: str) -> Claim:
         paper="not asked",
         ours=f"gain {mean_text(gains)}",
         direction=higher(gains, [0.0] * len(gains)),
-        size="nats per token; positions from 64 on",
+        note="nats per token; positions from 64 on",
         own=True,
     )
 

@@ -156,7 +156,7 @@ def _pooled(losses: Losses, steps: int) -> Claim:
         f"After {steps:,} steps, mean over {depths} layers, by seed: a lower loss with KV shift",
         [-gain for gain in gains],
         [0.0] * len(gains),
-        size="nats per token; chosen after the data had been seen",
+        note="nats per token; chosen after the data had been seen",
     )
 
 
@@ -170,7 +170,7 @@ def _against_depth(losses: Losses, least: int, most: int) -> Claim:
         statement=f"The gain with {layers_text(most)} is no smaller than with {least}",
         ours=f"{means}; {verdict(changes, names=names).text}",
         direction=higher(deep, shallow),
-        size="of one number of steps; each variant at its best learning rate",
+        note="of one number of steps; each variant at its best learning rate",
     )
 
 

@@ -103,7 +103,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             losses[arm],
             losses[other],
             names=(arm.label, other.label),
-            size=f"nats per masked token: {statistics.fmean(losses[arm]):.4f} against "
+            note=f"nats per masked token: {statistics.fmean(losses[arm]):.4f} against "
             f"{statistics.fmean(losses[other]):.4f}, each at its best learning rate",
         )
         for arm, other in pairs

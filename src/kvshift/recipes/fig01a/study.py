@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvshift.lab.analysis.learning import compare_reach
+from kvshift.lab.analysis.learning import compare_steps
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, at_most, higher, percent, reached, sooner
 from kvshift.lab.study.jobs import TrainingJob
@@ -85,8 +85,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     )
     reach, at_90 = reach_by_arm(records, 0.99), reach_by_arm(records, 0.9)
     alone = final_accuracy(models[one])
-    against_two = compare_reach(at_90[ours], at_90[two], names=(ours.label, two.label))
-    deeper = compare_reach(at_90[four], at_90[two], names=(four.label, two.label))
+    against_two = compare_steps(at_90[ours], at_90[two], names=(ours.label, two.label))
+    deeper = compare_steps(at_90[four], at_90[two], names=(four.label, two.label))
     steps = max(record.options["steps"] for record in records)
     return [
         Claim(
@@ -94,14 +94,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="about 100 %",
             ours=f"{percent(final_accuracy(models[ours]))}; {reach[ours].text}",
             direction=reached(reach[ours], steps),
-            size="learns means 99 %",
+            note="learns means 99 %",
         ),
         Claim(
             statement=f"One layer without does not within {steps:,} steps",
             paper="fails",
             ours=percent(alone),
             direction=higher([0.9] * len(alone), alone),
-            size=f"does not means less than 90 %; highest of all seeds {100 * max(alone):.1f} %, chance is "
+            note=f"does not means less than 90 %; highest of all seeds {100 * max(alone):.1f} %, chance is "
             f"{100 * chance(records):.1f} %",
         ),
         Claim(
@@ -109,14 +109,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="much earlier (the axis is not legible in the paper)",
             ours=against_two.text,
             direction=at_most(against_two, 0.5),
-            size="the paper gives no ratio",
+            note="the paper gives no ratio",
         ),
         Claim(
             statement="Four layers without reach 90 % no sooner than two",
             paper="no faster",
             ours=deeper.text,
-            direction=sooner(compare_reach(at_90[two], at_90[four])),
-            size="the paper gives no ratio",
+            direction=sooner(compare_steps(at_90[two], at_90[four])),
+            note="the paper gives no ratio",
         ),
     ]
 

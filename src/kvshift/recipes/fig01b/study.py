@@ -56,7 +56,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="near 100 % against very poor",
             ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; KV-shift {reach[shifted].text}",
             direction=higher(ours, theirs),
-            size=f"the mean of the last {LAST} evaluations; the paper's axes are not legible; chance among tokens of a "
+            note=f"the mean of the last {LAST} evaluations; the paper's axes are not legible; chance among tokens of a "
             f"sequence is {100 * chance(records):.1f} %",
         ),
     ]

@@ -142,14 +142,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="in all three panels",
             ours=f"derived: {', '.join(f'{value:.5f}' for value in lowest['exact'])} there, for T = 4, 12, 102",
             direction=decided(at["exact"] == [induction] * 3),
-            size=f"elsewhere by {' and '.join(others)}" if others else "there by Table 3 and by the script, too",
+            note=f"elsewhere by {' and '.join(others)}" if others else "there by Table 3 and by the script, too",
         ),
         Claim(
             statement="Descent leads to induction",
             paper="yes",
             ours=f"derived: {_shares(caught['exact'])} of the starts end elsewhere",
             direction=decided(max(caught["exact"]) == 0),
-            size=f"by Table 3, {_shares(caught['paper'])} for O(T) = 0, 10, 100: a trap at (1, 0) that its slip makes",
+            note=f"by Table 3, {_shares(caught['paper'])} for O(T) = 0, 10, 100: a trap at (1, 0) that its slip makes",
         ),
         Claim(
             statement="As O(T) increases, the contour lines become sparse",
@@ -157,7 +157,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             ours=f"derived: the loss spans {', '.join(f'{span:.3g}' for span in spans)} nats, "
             f"{_listed(levels['exact'])} levels",
             direction=decided(spans[0] > spans[1] > spans[2]),
-            size=f"there partly by accident: at O(T) = 100 the script's loss is {lowest['script'][2]:.2f} and more, "
+            note=f"there partly by accident: at O(T) = 100 the script's loss is {lowest['script'][2]:.2f} and more, "
             "and its levels end at 10",
         ),
         Claim(
@@ -165,7 +165,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="a small non-monotonic process",
             ours=f"derived: on {_shares(away)} of the square a1 or b1 first moves away from induction",
             direction=decided(away[0] > away[1] > away[2]),
-            size="the paper gives no share",
+            note="the paper gives no share",
         ),
         Claim(
             statement="The script of appendix L draws the loss of Theorem 3.4",
@@ -173,7 +173,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             ours=f"least loss at O(T) = 0, 10, 100: script {_losses(lowest['script'])}; "
             f"Table 3 {_losses(lowest['paper'])}; derived {_losses(lowest['exact'])}",
             direction=decided(bool(np.allclose(lowest["script"], lowest["paper"], rtol=1e-6))),
-            size="it has A2 + b2 for A2 b2, and adds e^c where the theorem has O(T) = c",
+            note="it has A2 + b2 for A2 b2, and adds e^c where the theorem has O(T) = c",
         ),
         Claim(
             statement="With all four coefficients free, descent still goes to induction",
@@ -181,7 +181,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             ours=f"T = {middle['tokens']}: a = ({a1:.2f}, {a2:.2f}), b = ({b1:.2f}, {b2:.2f}), "
             f"loss {middle['loss'][-1]:.2g}",
             direction=decided(all(_sharpens(flow) for flow in flows)),
-            size=f"attention grows ever sharper and the loss goes towards 0; the square has {middle['square']:.2f} "
+            note=f"attention grows ever sharper and the loss goes towards 0; the square has {middle['square']:.2f} "
             "at least",
             own=True,
         ),

@@ -115,7 +115,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     paper=f"{options['size']}",
                     ours=f"{total:,}",
                     direction=decided(abs(total / 1e9 / _NAMED[options["size"]] - 1) < 0.01),
-                    size=f"as counted by formula: {result['counted']:,}",
+                    note=f"as counted by formula: {result['counted']:,}",
                     by="arithmetic",
                 )
             )
@@ -126,7 +126,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="trained there",
                 ours=f"{share / GIB:.3f} GiB on the first process; activations are not compared",
                 direction=decided(0.99 < share / planned < 1.05),
-                size=f"{planned / GIB:.3f} GiB planned; {result['gathered'] / GIB:.2f} GiB of weights gathered; "
+                note=f"{planned / GIB:.3f} GiB planned; {result['gathered'] / GIB:.2f} GiB of weights gathered; "
                 f"{result['flops_per_token'] / 1e9:.1f} GFLOP for each token",
                 own=True,
                 by="arithmetic",
@@ -146,7 +146,7 @@ def _benchmarks(size: str) -> Claim:
         paper=f"{ours:.2f} against {theirs:.2f}, the mean of eight, one run of each",
         ours="nothing was trained",
         direction="not testable here",
-        size="models that fit a laptop answer these benchmarks at chance",
+        note="models that fit a laptop answer these benchmarks at chance",
     )
 
 
@@ -163,7 +163,7 @@ def _trained(records: Sequence[Record]) -> list[Claim]:
                 lambda ours, theirs: "not shown",
                 statement=f"{replace(arm, variant=None)}: {ours} has a lower loss than {theirs}",
                 paper="lower throughout, without numbers",
-                size="one pair of runs decides nothing",
+                note="one pair of runs decides nothing",
             )
         )
     return found

@@ -70,7 +70,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 (VARIANTS["kv-shift"].label, VARIANTS["vanilla"].label),
                 statement=f"At the paper's rate {rate:g}, KV-shift has a lower loss than vanilla",
                 paper="always better, over 5 seeds" if rate == PAPER_RATES[1] else "better, without numbers",
-                size=_rate_of(ours[0] if 0 in ours else next(iter(ours.values()))),
+                note=_rate_of(ours[0] if 0 in ours else next(iter(ours.values()))),
             )
         )
     ours, theirs = (runs[variant, PAPER_RATES[-1]] for variant in PAIR)
@@ -81,7 +81,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         ours=f"in {sum(both)} of {len(both)} seeds; vanilla diverges in {sum(map(has_diverged, theirs.values()))}, "
         f"KV-shift in {sum(map(has_diverged, ours.values()))}",
         direction=sign_test(sum(both), len(both) - sum(both)),
-        size=f"{_rate_of(ours[0] if 0 in ours else next(iter(ours.values())))}; to diverge is to end at no finite "
+        note=f"{_rate_of(ours[0] if 0 in ours else next(iter(ours.values())))}; to diverge is to end at no finite "
         f"number, or {RISE} nats above one's own lowest loss",
     )
     if records[0].options["model"].get("size") is None and not any(map(has_diverged, theirs.values())):

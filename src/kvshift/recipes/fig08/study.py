@@ -191,7 +191,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="the lower curve",
                 ours=_against(ours, theirs) + _CAVEATS.get((layers, largest), ""),
                 direction=higher(theirs, ours),
-                size="the paper gives no numbers for KV shift",
+                note="the paper gives no numbers for KV shift",
             )
         )
     layers = 5 if 5 in depths else depths[-1]
@@ -202,7 +202,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper=f"with 5 layers and k = 16 small against {PUBLISHED[5][-1]:.1%}".replace("%", " %"),
             ours=_against(ours, theirs) + _CAVEATS.get((layers, largest), ""),
             direction=higher(theirs, ours),
-            size="as in the paper" if (layers, largest) == (5, 16) else "another size than in the paper",
+            note="as in the paper" if (layers, largest) == (5, 16) else "another size than in the paper",
         ),
         *(_deeper(models, depths, variant) for variant in PAIR if len(depths) > 1),
         *(_worth_a_layer(models, *pair) for pair in pairwise(depths)),
@@ -294,7 +294,7 @@ def _deeper(models: dict[Arm, dict[int, Record]], depths: Sequence[int], variant
         ),
         ours="; ".join(f"{_share(mean)} with {layers}" for layers, mean in zip(depths, means, strict=True)),
         direction=direction,
-        size="mean over all k",
+        note="mean over all k",
     )
 
 
@@ -306,7 +306,7 @@ def _worth_a_layer(models: dict[Arm, dict[int, Record]], fewer: int, more: int) 
         statement=f"{fewer} layers with KV shift make fewer errors than {more} without",
         ours=_against(ours, theirs),
         direction=higher(theirs, ours),
-        size="mean over all k; asked after the laptop's runs had been seen",
+        note="mean over all k; asked after the laptop's runs had been seen",
     )
 
 
@@ -341,7 +341,7 @@ def _as_published(models: dict[Arm, dict[int, Record]], layers: int) -> Claim:
         paper=_row(PUBLISHED[layers]),
         ours=f"dropout on, as there: {_row(on)}; off: {_row(off)}",
         direction="not shown" if not inside else "holds" if all(inside) else "fails",
-        size=f"{sum(inside)} of {len(HOPS)} within the spread of our seeds" if inside else "one seed",
+        note=f"{sum(inside)} of {len(HOPS)} within the spread of our seeds" if inside else "one seed",
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
-from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
+from kvshift.lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, Direction, percent, points, within
@@ -93,7 +93,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     for size in _sizes(records):
         both = [models[arm] for arm in pair(case=size)]
         ours, theirs = map(_final, both)
-        soon, late = (reach_of(accuracy_curves(seeds, SCORED), LEVEL) for seeds in both)
+        soon, late = (steps_to_level(accuracy_curves(seeds, SCORED), LEVEL) for seeds in both)
         perfect = all(share == 1 for share in (*ours, *theirs))
         found += [
             Claim(
@@ -104,15 +104,15 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 if perfect
                 else f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
                 direction=within(ours, theirs, margin=MARGIN),
-                size=f"the mean of the last {LAST} evaluations; the paper has curves without legible axes",
+                note=f"the mean of the last {LAST} evaluations; the paper has curves without legible axes",
             ),
             Claim(
                 statement=f"At {size} parameters KV shift changes how soon it is by less than a factor of "
                 f"{RATIO_MARGIN:g}",
                 paper="no difference",
-                ours=compare_reach(soon, late).text,
+                ours=compare_steps(soon, late).text,
                 direction=_as_soon(soon, late),
-                size=f"steps to {100 * LEVEL:g} %; the paper has curves without legible axes",
+                note=f"steps to {100 * LEVEL:g} %; the paper has curves without legible axes",
             ),
         ]
     return found
@@ -139,7 +139,7 @@ def _final(seeds: dict[int, Record]) -> list[float]:
     return [last_mean(record, SCORED, LAST) for record in seeds.values()]
 
 
-def _as_soon(ours: Reach, theirs: Reach) -> Direction:
+def _as_soon(ours: StepsToLevel, theirs: StepsToLevel) -> Direction:
     """Decide from the interval of the ratio of steps; "not shown" if a run never reaches the level."""
     if ours.missing or theirs.missing:
         return "not shown"

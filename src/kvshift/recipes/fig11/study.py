@@ -23,7 +23,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             partial(within, margin=MARGIN),
             statement=f"{place_label(place)}: {names[0]} and {names[1]} differ by less than {MARGIN}",
             paper="the loss curves are similar",
-            size=f"the margin of {MARGIN} is ours",
+            note=f"the margin of {MARGIN} is ours",
         )
         for place in places_of(records)
     ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
-from kvshift.lab.analysis.learning import Reach, reach_of
+from kvshift.lab.analysis.learning import StepsToLevel, steps_to_level
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.recipe import Record, accuracy_curves, by_arm, curves_by_label, last_mean
@@ -19,9 +19,9 @@ LAST = 3
 """Number of evaluations whose mean is the final accuracy; a run ends early after as many at `stop_at`."""
 
 
-def reach_by_arm(records: Sequence[Record], level: float) -> dict[Arm, Reach]:
+def reach_by_arm(records: Sequence[Record], level: float) -> dict[Arm, StepsToLevel]:
     """Return when each model reached an accuracy of `level` at the first repeat."""
-    return {arm: reach_of(accuracy_curves(seeds, SCORED), level) for arm, seeds in by_arm(records).items()}
+    return {arm: steps_to_level(accuracy_curves(seeds, SCORED), level) for arm, seeds in by_arm(records).items()}
 
 
 def final_accuracy(seeds: Mapping[int, Record]) -> list[float]:

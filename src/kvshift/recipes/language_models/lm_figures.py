@@ -51,7 +51,7 @@ def no_better(records: Sequence[Record], more: str, place: Place, *, paper: str)
         _by_less_than_margin,
         statement=f"{place_label(place)}: {names[0]} is not lower than {names[1]} by {MARGIN} or more",
         paper=paper,
-        size=f"the margin of {MARGIN} is ours",
+        note=f"the margin of {MARGIN} is ours",
     )
 
 

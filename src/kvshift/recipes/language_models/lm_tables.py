@@ -170,7 +170,7 @@ def _longer(records: Sequence[Record]) -> list[Claim]:
                 f"{long.length} tokens have a lower loss than {short.length}",
                 paper=f"{_best('vanilla', long, scale)} against {_best('vanilla', short, scale)} at "
                 f"{long.length * scale} and {short.length * scale} tokens",
-                size="on the same tokens",
+                note="on the same tokens",
             )
         )
     return claims

@@ -237,7 +237,7 @@ def claim_of(
     *,
     statement: str,
     paper: str,
-    size: str = "",
+    note: str = "",
     own: bool = False,
 ) -> Claim:
     """Return a claim about pairs of losses, decided by `decide(ours, theirs)`; "not shown" if a run diverged."""
@@ -251,7 +251,7 @@ def claim_of(
         paper=paper,
         ours=text,
         direction=direction,
-        size="; ".join(part for part in (means, size) if part) or "-",
+        note="; ".join(part for part in (means, note) if part) or "-",
         own=own,
     )
 
@@ -291,7 +291,7 @@ def pooled(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
             names,
             statement=f"Mean over {len(places)} places, by seed: {names[0]} has a lower loss than {names[1]}",
             paper="not asked",
-            size="chosen after the data had been seen",
+            note="chosen after the data had been seen",
             own=True,
         )
     ]

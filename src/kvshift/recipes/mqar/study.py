@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
-from kvshift.lab.analysis.learning import compare_reach, reach_of
+from kvshift.lab.analysis.learning import compare_steps, steps_to_level
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, percent, sign_test, sooner
@@ -108,24 +108,24 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     paper="100 % in Zoology's Figure 2" if model == (2, "vanilla") else "no number in the paper",
                     ours=percent(accuracies),
                     direction=sign_test(right, len(accuracies) - right),
-                    size=f"answers means {100 * LEVEL:g} %, here in {right if answers else len(runs) - right} of "
+                    note=f"answers means {100 * LEVEL:g} %, here in {right if answers else len(runs) - right} of "
                     f"{len(runs)} seeds, at the best learning rate",
                     own=True,
                 )
             )
         names = [arm.label for arm in pair(layers=2)]
         reach = [
-            reach_of(accuracy_curves(models[replace(where, variant=variant, layers=2)], SCORED), LEVEL)
+            steps_to_level(accuracy_curves(models[replace(where, variant=variant, layers=2)], SCORED), LEVEL)
             for variant in PAIR
         ]
-        compared = compare_reach(*reach, names=(names[0], names[1]))
+        compared = compare_steps(*reach, names=(names[0], names[1]))
         found.append(
             Claim(
                 statement=f"{where}: of two layers, those with KV shift learn sooner",
                 paper="no number in the paper",
                 ours=compared.text,
                 direction=sooner(compared),
-                size=f"steps to {100 * LEVEL:g} %, each at its best learning rate",
+                note=f"steps to {100 * LEVEL:g} %, each at its best learning rate",
                 own=True,
             )
         )

@@ -10,7 +10,7 @@ from functools import cached_property
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means
-from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
+from kvshift.lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import t_interval
@@ -41,9 +41,9 @@ class Changes:
         """Depths of the models, shallowest first."""
         return sorted({record.options["model"]["num_hidden_layers"] for record in self.records})
 
-    def reach(self, arm: Arm) -> Reach:
+    def reach(self, arm: Arm) -> StepsToLevel:
         """Return the step at which the prefix matching of each seed reached `LEVEL`."""
-        return reach_of(
+        return steps_to_level(
             {seed: accuracy_curve(record, "prefix_matching") for seed, record in self.models[arm].items()}, LEVEL
         )
 
@@ -75,7 +75,7 @@ class Changes:
 
     def sooner(self, ours: Arm, theirs: Arm) -> Claim:
         """Return the question whether one model begins to copy after fewer tokens than another."""
-        compared = compare_reach(self.reach(ours), self.reach(theirs), names=(ours.label, theirs.label))
+        compared = compare_steps(self.reach(ours), self.reach(theirs), names=(ours.label, theirs.label))
         tokens = tokens_per_step(self.records[0])
         reached = [statistics.geometric_mean(r) for r in (self.reach(ours).reached, self.reach(theirs).reached) if r]
         means = " and ".join(millions(steps * tokens) for steps in reached)
@@ -83,7 +83,7 @@ class Changes:
             statement=f"{ours}: a prefix matching of {LEVEL:g} sooner than {theirs}",
             ours=compared.text.replace("steps", f"steps of {tokens:,} tokens", 1),
             direction=sooner(compared),
-            size=f"of those that reach it, after {means} tokens (geometric mean)" if means else "none reaches it",
+            note=f"of those that reach it, after {means} tokens (geometric mean)" if means else "none reaches it",
         )
 
     def gain(self, layers: int, when: str, steps: Mapping[int, float]) -> Claim:
@@ -95,7 +95,7 @@ class Changes:
             f"{layers_text(layers)}, {when}: a lower loss with KV shift",
             [-gain for gain in losses],
             [0.0] * len(losses),
-            size=f"gain in nats: {kinds}",
+            note=f"gain in nats: {kinds}",
         )
 
     def where(self, layers: int) -> list[Claim]:
@@ -109,14 +109,14 @@ class Changes:
                 ours=f"{mean_text(seen)} against {mean_text(new)}, "
                 f"difference {mean_text([one - other for one, other in zip(seen, new, strict=True)])}",
                 direction=higher(seen, new),
-                size="nats per token; positions from 64 on",
+                note="nats per token; positions from 64 on",
             ),
             question(
                 statement=f"{layers_text(layers)}, at the end: plain attention has the lower loss on targets that "
                 "follow a new token",
                 ours=f"KV shift gains {mean_text(new)}",
                 direction=higher([0.0] * len(new), new),
-                size="nats per token; positions from 64 on",
+                note="nats per token; positions from 64 on",
             ),
         ]
 

@@ -188,7 +188,7 @@ def _claim(statement: str, records: Sequence[Record]) -> Claim:
         statement=statement,
         ours=ours,
         direction=sign_test(int(bool(reached)), int(not reached)),
-        size="one seed of each setting, up to 25 million tokens, none of which is read twice",
+        note="one seed of each setting, up to 25 million tokens, none of which is read twice",
     )
 
 

@@ -90,7 +90,7 @@ def _survives(changes: Changes, layers: int) -> Claim:
         statement=f"{layers_text(layers)}: the gain survives plain attention's own change",
         ours=f"gain at the end {mean_text(gains)}{but}",
         direction=decided,
-        size="decided where vanilla changes in every seed, by the loss after the last step",
+        note="decided where vanilla changes in every seed, by the loss after the last step",
     )
 
 

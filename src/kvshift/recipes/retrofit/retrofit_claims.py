@@ -105,7 +105,7 @@ def _lower(found: Measured, text: str, one: str, other: str) -> Claim:
         ours,
         theirs,
         names=(one, other),
-        size=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}; over "
+        note=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}; over "
         f"{len(differences)} sequences {statistics.fmean(differences):+.4f} (95 % interval {low:+.4f} to {high:+.4f})",
     )
     return over_seeds if over_seeds.direction == over_sequences else replace(over_seeds, direction="not shown")
@@ -126,7 +126,7 @@ def _lasting(found: Measured) -> Claim:
         statement=f"The lags add no less to the current token after {found.tokens:,} tokens than after {first:,}",
         ours=f"{means}; {verdict(changes, names=names).text}",
         direction=higher(gains[-1], gains[0]) if any(changes) else "not shown",
-        size="validation loss of the runs, on sequences that the other claims leave out",
+        note="validation loss of the runs, on sequences that the other claims leave out",
     )
 
 
@@ -138,7 +138,7 @@ def _repeats(found: Measured, one: str, other: str) -> Claim:
         ours,
         theirs,
         names=(one, other),
-        size=f"{statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f} nats per token; copied "
+        note=f"{statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f} nats per token; copied "
         f"{100 * accuracy[0]:.1f} % against {100 * accuracy[1]:.1f} %",
     )
 
@@ -153,7 +153,7 @@ def _induction(found: Measured, one: str, other: str) -> Claim:
         ours=f"mean of the best five {statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f}: "
         f"{statistics.fmean(differences):+.3f}{over_seeds}, {len(differences)} seeds",
         direction=higher(ours, theirs),
-        size="of 1; the scores of `kvshift analyze`",
+        note="of 1; the scores of `kvshift analyze`",
     )
 
 

@@ -135,7 +135,7 @@ def _at_each_size(records: Sequence[Record]) -> list[Claim]:
                 ours,
                 theirs,
                 paper="lower at 1.5B, 6.7B and 13B",
-                size=f"nats per token, of {runs.size:,} parameters without embeddings",
+                note=f"nats per token, of {runs.size:,} parameters without embeddings",
             )
         )
     return claims
@@ -152,7 +152,7 @@ def over_sizes(records: Sequence[Record]) -> list[Claim]:
         f"Mean over {len(both)} sizes, by seed: KV-shift has a lower loss than vanilla",
         means,
         [0.0] * len(means),
-        size="nats per token; chosen after the data had been seen",
+        note="nats per token; chosen after the data had been seen",
     )
     return [*_at_each_size(records), mean]
 
@@ -196,14 +196,14 @@ def scaling(records: Sequence[Record]) -> list[Claim]:
             paper="at every size, without numbers",
             ours=f"of {len(each)} sizes it holds at {each.count('holds')} and fails at {each.count('fails')}",
             direction=together,
-            size=f"{sizes[0].size:,} to {sizes[-1].size:,} parameters without embeddings",
+            note=f"{sizes[0].size:,} to {sizes[-1].size:,} parameters without embeddings",
         ),
         Claim(
             statement="L(N) = (N_c / N)^a falls faster with KV-shift",
             paper="it gives no exponents",
             ours=f"the exponents differ by {_over_seeds(steeper)}",
             direction=higher(steeper, [0.0] * len(steeper)),
-            size=f"a is {ours.exponent} with and {theirs.exponent} without, N_c {ours.critical_size:.3g} and "
+            note=f"a is {ours.exponent} with and {theirs.exponent} without, N_c {ours.critical_size:.3g} and "
             f"{theirs.critical_size:.3g}: of all runs, by the bootstrap",
             own=True,
         ),
@@ -212,7 +212,7 @@ def scaling(records: Sequence[Record]) -> list[Claim]:
             paper="it does not extrapolate",
             ours=f"the ratio of the losses is {_over_seeds(at)}",
             direction=higher([1.0] * len(at), at),
-            size=f"at {beyond:,} parameters {ours.at(beyond)} nats against {theirs.at(beyond)}, of all runs by the "
+            note=f"at {beyond:,} parameters {ours.at(beyond)} nats against {theirs.at(beyond)}, of all runs by the "
             "bootstrap, if the power law holds so far",
             own=True,
         ),
@@ -230,7 +230,7 @@ def _with_tokens(runs: _Runs) -> Claim:
         paper="the difference does not decrease, from 10 to 30 billion tokens",
         ours=verdict(changes, names=names).text,
         direction=higher(gains[1], gains[0]),
-        size=f"gains {', '.join(f'{gain:.4f}' for gain in gains[1])} against "
+        note=f"gains {', '.join(f'{gain:.4f}' for gain in gains[1])} against "
         f"{', '.join(f'{gain:.4f}' for gain in gains[0])}, by seed",
     )
 

@@ -174,7 +174,7 @@ def _row(settings: Sequence[Mapping[str, Any]], kind: str) -> Claim:
         paper=printed,
         ours=f"off by up to {off:.2g}" + ("" if right else f"; derived {derived}, off by up to {exactly:.1g}"),
         direction=decided(right),
-        size=f"{len(settings)} settings of T, a and b; every i from 2 to T - 2",
+        note=f"{len(settings)} settings of T, a and b; every i from 2 to T - 2",
     )
 
 
@@ -186,7 +186,7 @@ def _theorem(settings: Sequence[Mapping[str, Any]]) -> Claim:
         ours=f"off in loss or gradient by {min(printed):.2g} to {max(printed):.2g}; "
         f"with A1 for A2, by {max(derived):.1g} at most",
         direction=decided(max(printed) < _EXACT),
-        size="one letter: the proof above the table has it right",
+        note="one letter: the proof above the table has it right",
     )
 
 
@@ -199,7 +199,7 @@ def _places(rows: Sequence[Mapping[str, Any]]) -> Claim:
         paper="i > 1 and i < T",
         ours=f"T = {tokens}, ({listed}): {inner[0]:.3f} for i = 2 ... {tokens - 2}, {last:.3f} for i = {tokens - 1}",
         direction=decided(all(_same([*row["loss"][1:]]) for row in rows)),
-        size=f"holds for 2 <= i <= T - 2: {'yes' if all(_same(row['loss'][1:-1]) for row in rows) else 'no'}",
+        note=f"holds for 2 <= i <= T - 2: {'yes' if all(_same(row['loss'][1:-1]) for row in rows) else 'no'}",
     )
 
 
@@ -213,7 +213,7 @@ def _draws(rows: Sequence[Mapping[str, Any]]) -> Claim:
         paper="for large d",
         ours=f"within {max(away('exact')):.1f} standard errors in all {len(rows)} settings",
         direction=decided(max(away("exact")) < 4),
-        size=f"Table 3 is out by {min(printed):.0f} standard errors or more wherever b2 is not 0",
+        note=f"Table 3 is out by {min(printed):.0f} standard errors or more wherever b2 is not 0",
     )
 
 

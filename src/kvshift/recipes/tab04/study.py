@@ -142,7 +142,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper=_in_print(printed or PAPER_SHARES["Tr12-Te15"]) + ("" if printed else " (Tr12-Te15)"),
                 ours=_found(runs, "answers"),
                 direction=higher(*(_shares(seeds, "paper") for seeds in runs)),
-                size="of the paper's setting, one seed in the paper" if printed else "a miniature; cannot be compared",
+                note="of the paper's setting, one seed in the paper" if printed else "a miniature; cannot be compared",
             )
         )
         if not printed:
@@ -155,7 +155,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     paper="no number",
                     ours=_found(runs, "inside"),
                     direction=higher(*inside),
-                    size="other problems than those of training",
+                    note="other problems than those of training",
                     own=True,
                 )
             )

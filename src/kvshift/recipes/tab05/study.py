@@ -71,7 +71,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="102 of 128 heads (79.7 %)",
                 ours=percent(shares) if shares else "all runs diverged",
                 direction=higher(shares, [0.5] * len(shares)) if shares else "not shown",
-                size="half is expected at the start, where they are independent",
+                note="half is expected at the start, where they are independent",
             )
         )
         if records[0].options["model"].get("size") is None:
