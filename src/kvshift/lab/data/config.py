@@ -69,8 +69,9 @@ class DataConfig:
 
 
 def find_shared(name: str | None) -> str | None:
-    """Return the path of a text in the folder of larger corpora; None and names without a slash (bundled corpora) are
-    returned unchanged.
+    """Return the path of a text in the folder of larger corpora.
+
+    None and names without a slash, which are bundled corpora, are returned unchanged.
 
     Raises:
         LabError: the environment variable `SHARED` is not set, or its folder has no such file.
