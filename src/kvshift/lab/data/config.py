@@ -47,8 +47,8 @@ class DataConfig:
     `validation_fraction` of the corpus; when streaming, its first 1000 documents."""
 
     validation_fraction: float = 0.1
-    """Without `validation`: fraction of the corpus to hold out, between 0 and 1. Counted in documents, or in characters
-    if that is less than one document."""
+    """Size of the held-out text if `validation` is None: a fraction of the corpus between 0 and 1, counted in
+    documents, or in characters if that is less than one document."""
 
     tokenizer: str | None = None
     """Tokenizer: a folder or a name on the hub. None: train a byte-level BPE on the training text."""

@@ -105,8 +105,8 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
     Hidden names below a folder are skipped, as are those that a glob does not match explicitly; see `_files_in`.
 
     Raises:
-        LabError: no file is found, a named or matched file has an unknown format, or a link is broken or something is
-            not a regular file, among these or in the folder. The message names `option` and the path.
+        LabError: there is no file; a named or matched file has an unknown format; or one of the files, also in a
+            folder, is a broken link or not a regular file. The message names `option` and the path.
     """
     path = Path(pattern).expanduser()
     known = f"known are {', '.join(FORMATS)}, each also with {', '.join(_COMPRESSIONS)}"
@@ -172,7 +172,7 @@ def _no_file(path: Path, option: str) -> LabError:
 
 
 def _of_tables(path: Path) -> str:
-    """Return a hint for an error message: how to convert a .csv or .tsv file that is `path` or is in it; else ""."""
+    """Return a hint for an error message: how to convert `path`, or a file in this folder, if it is .csv or .tsv."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if _format(file) in (".csv", ".tsv"):
             separator = r", sep='\t'" if _format(file) == ".tsv" else ""
@@ -325,7 +325,7 @@ def _parse(content: bytes, column: str, where: str, path: Path, number: int) -> 
 
 
 def _without_repeats(column: str, where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; refuse one that repeats the key `column`, of which json.loads silently keeps the last."""
+    """Return `pairs` as a dict, but raise a LabError if `column` is repeated; json.loads would keep only the last."""
     if sum(name == column for name, _ in pairs) > 1:
         raise LabError(f"{where}: {column!r} stands twice in one object: rename one of them")
     return dict(pairs)

@@ -182,7 +182,7 @@ def _place(documents: datasets.Dataset, fraction: float) -> tuple[int, int]:
 
 
 def _cut(documents: datasets.Dataset, number: int, character: int, after: bool) -> Iterator[dict[str, Any]]:
-    """Yield the part of every document that lies before, or with `after` from, this character of document `number`."""
+    """Cut the documents at a character of document `number`; yield the text before it or, with `after`, from it on."""
     for index, text in enumerate(_column(documents)):
         cut = len(text) if index < number else 0 if index > number else character
         yield {"text": text[cut:] if after else text[:cut]}

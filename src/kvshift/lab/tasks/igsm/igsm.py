@@ -108,7 +108,7 @@ def _widths(uniform: Uniform, depth: int, narrow: int, wide: int, edges: int) ->
 def _dependencies(
     structure: Structure, uniform: Uniform, modulus: int
 ) -> tuple[dict[str, Instance | Abstract], list[str]]:
-    """Draw the definitions of all quantities, each after its dependencies; return them and the names of all instances.
+    """Draw the definitions of all quantities, each after its dependencies; also return the names of all instances.
 
     Instance quantities are defined in random order. Each depends on up to four of the quantities defined before it, and
     all sets of a size are equally likely. An abstract quantity is defined as soon as all of its parts are.
