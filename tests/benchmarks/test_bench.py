@@ -1,4 +1,4 @@
-"""The command: from options to rows, table and plot; what is wrong is said and not reported."""
+"""The command `kvshift bench`: rows, table and plot from options; wrong implementations are named and not timed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = dataclasses.replace(
 
 @pytest.fixture
 def preset(monkeypatch):
-    """Sets the sizes; the environment is asked for once, for it asks git."""
+    """A function that sets the sizes of the preset. The environment is determined once, because that calls git."""
 
     def choose(preset: Preset) -> None:
         monkeypatch.setattr(command, "PRESETS", {"smoke": preset})
@@ -42,7 +42,7 @@ def preset(monkeypatch):
 
 @pytest.fixture
 def without_plot(monkeypatch):
-    """Plots take longer than the rows; those of every part are drawn by the first test."""
+    """Skip plots, which take longer than the rows. The first test draws those of every part."""
     monkeypatch.setattr(bench_report, "draw", lambda rows: None)
 
 
@@ -119,7 +119,7 @@ def test_a_path_that_is_wrong_is_not_reported_and_the_others_are(preset, without
     assert all("milliseconds" in row for row in rows if row not in bad and "left_out" not in row)
     assert "parity failed" in (tmp_path / "table.md").read_text()
     assert "parity failed" in capsys.readouterr().out
-    with pytest.raises(RunFailedError):  # nothing is left to measure, and it is wrong still
+    with pytest.raises(RunFailedError):  # nothing is left to measure, but the failure remains
         bench(config(tmp_path, "op"))
 
 

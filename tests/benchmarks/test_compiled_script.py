@@ -1,4 +1,4 @@
-"""benchmarks/compiled.py against bytes worked out by hand."""
+"""benchmarks/compiled.py counts the bytes that are computed by hand here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELDS = {
     "num_attention_heads": H,
     "num_key_value_heads": G,
 }
-# A process of its own: the script answers for a GPU that is not there.
+# This runs in a separate process, because the script patches PyTorch to describe a GPU that is not there.
 PROGRAM = f"""
 import json, sys
 sys.path.insert(0, {str(FOLDER)!r})

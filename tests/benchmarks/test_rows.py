@@ -1,4 +1,4 @@
-"""Rows are on the disk as soon as their case is done, and numbers of one file are of one kind."""
+"""Rows are written as soon as their case is done, and all rows of a file come from the same settings."""
 
 from __future__ import annotations
 
