@@ -41,7 +41,7 @@ def test_what_is_planned_is_what_must_be_moved_and_kept():
     assert run.returncode == 0, run.stderr
     without, plain, kept, auto = json.loads(run.stdout)
     k = B * T * G * D * 2  # bytes; v has as many
-    tables = 2 * T * D * 2  # of which the kernels read half
+    tables = 2 * T * D * 2  # counted whole, although the kernels read half
     coefficients = 2 * G * 2 * 4
 
     def launches(row: dict, way: str, kernel: str) -> list[int]:

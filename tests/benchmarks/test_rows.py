@@ -1,4 +1,4 @@
-"""Rows are written as soon as their case is done, and all rows of a file come from the same settings."""
+"""Rows are written as soon as their case is done; all of a file share commit, options, hardware and versions."""
 
 from __future__ import annotations
 

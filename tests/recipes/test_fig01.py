@@ -48,7 +48,7 @@ def directions(curves: Mapping[str, Sequence[float]], seeds: int = 5) -> list[st
         (AT_ONCE, AT_ONCE, (0.1, 0.5, 0.95, 1.0), ["holds", "fails", "holds"]),
         (AT_ONCE, NEVER, AT_ONCE, ["holds", "holds", "fails"]),
         (AT_ONCE, NEVER, NEVER, ["holds", "holds", "holds"]),  # a run that never learns counts at its last step
-        ((0.1, 0.5, 0.95, 1.0), NEVER, NEVER, ["holds", "holds", "not shown"]),  # a ratio below 0.72: half or not?
+        ((0.1, 0.5, 0.95, 1.0), NEVER, NEVER, ["holds", "holds", "not shown"]),  # ratios below 0.72 include 0.5
     ],
     ids=["paper", "no-learner", "one-layer-too", "equal", "never", "late"],
 )

@@ -48,7 +48,7 @@ def records(
 
 
 def rate(config, step: int) -> float:
-    """Return the learning rate of step `step` + 1 by the documentation of OptimizerConfig."""
+    """Return the learning rate of step `step` + 1 according to the documentation of OptimizerConfig."""
     steps, optimizer = config.steps, config.optimizer
     decay = round(steps * optimizer.decay_fraction)
     if step < config.warmup_steps:

@@ -52,11 +52,11 @@ def records(
     """Return runs of both models in which the change and the gain of the shift are as given, by seed.
 
     Args:
-        ours: step at which KV-shift changes.
-        theirs: step at which vanilla changes.
-        gains: loss of vanilla minus loss of KV-shift.
-        layers: depths to make runs for.
-        kinds: gain on each kind of target, as a multiple of the gain on all.
+        ours: Step at which KV-shift changes.
+        theirs: Step at which vanilla changes.
+        gains: Loss of vanilla minus loss of KV-shift.
+        layers: Depths to make runs for.
+        kinds: Gain on each kind of target, as a multiple of the gain on all.
     """
     found = []
     for number in layers:

@@ -39,7 +39,7 @@ def curve(*accuracy: float) -> dict[str, list[float]]:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A results folder with two seeds of Figure 1a, as a recipe without a study (test_studies.py tests those)."""
+    """A results folder with two seeds of Figure 1a, here a recipe without a study; test_studies.py tests studies."""
     monkeypatch.chdir(tmp_path)
     recipe = find_recipe("fig01a")
     alone = replace(recipe, entry=replace(recipe.entry, study=None))

@@ -1,4 +1,4 @@
-"""Tests of the models in torchtitan; they are skipped if it is not installed. `make test-titan` installs and runs it.
+"""Tests of the models in torchtitan; not collected without it. `make test-titan` installs it and runs them.
 
 Each test starts as many processes of torch.distributed as its parallelism needs, once for all of its cases.
 """

@@ -41,7 +41,10 @@ def test_after_sabotage_it_is_right_again(results: dict, size: int, case: str):
 
 
 def test_the_shift_sends_to_neighbours_alone(results: dict):
-    """In each layer attention also gathers keys and values from all other ranks. Backward sends as much."""
+    """In each layer the shift sends one token per row to each neighbour, while attention gathers from all other ranks.
+
+    Backward sends as much.
+    """
     layers, (rank, ranks) = 2, (1, 4)
     heads, head_size, length, float64 = 2, 8, 512, 8
     both = 2 * heads * head_size * float64  # keys and values of a token

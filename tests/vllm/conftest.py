@@ -1,4 +1,4 @@
-"""Tests of the models in vLLM; they are skipped if it is not installed. `make test-vllm` installs and runs it.
+"""Tests of the models in vLLM; not collected without it. `make test-vllm` installs it and runs them.
 
 vLLM's engine runs in the process of the tests, where its scheduler can be monitored, except in the few tests of several
 processes.

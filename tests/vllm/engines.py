@@ -22,7 +22,7 @@ Prompt = Sequence[int]
 
 
 def _register_once(overrides: Any, register: Any = dispatcher.register_kernels) -> None:
-    """Register only new kernels: vLLM does so for each engine, and the second time fails on modules of numba."""
+    """Register only new kernels: vLLM registers all for each engine, and fails on modules of numba the second time."""
     new = {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}
     if new:
         register(new)
@@ -147,7 +147,7 @@ def different(model: PreTrainedModel, outputs: Sequence[RequestOutput], toleranc
 
 @torch.no_grad()
 def compared(model: PreTrainedModel, output: RequestOutput) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return if each token of an answer is the model's likeliest, and how far its logprob is from the model's."""
+    """Return whether each token of an answer is the model's likeliest, and how far its logprob is from the model's."""
     prompt, answer = output.prompt_token_ids or (), output.outputs[0]
     logits = model(torch.tensor([[*prompt, *answer.token_ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     expected, tokens = logits.float().log_softmax(-1), torch.tensor(answer.token_ids)

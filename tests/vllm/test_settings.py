@@ -54,7 +54,7 @@ def test_compiled_code_does_nothing_between_projection_and_shift(folder: Path, m
     """There is no copy of queries, keys and values, which an in-place operator would cost."""
     with fresh_cache():
         _, codes = run_and_get_code(answers_compiled, folder)  # includes the ranking of logprobs
-    of_the_model = [code for code in codes if "torch.ops._C.onednn_mm" in code]  # several if sizes have been seen
+    of_the_model = [code for code in codes if "torch.ops._C.onednn_mm" in code]  # may be several, for different sizes
     assert of_the_model
     for code in of_the_model:
         *before_shifts, _ = code[code.index("def call(") :].split("torch.ops.vllm.kv_shift")
