@@ -1,4 +1,4 @@
-"""The encoder's recipe: what it runs, and what it says of what was found."""
+"""The recipe `encoder`: its jobs and its verdicts."""
 
 from __future__ import annotations
 

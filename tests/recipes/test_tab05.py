@@ -1,4 +1,4 @@
-"""Table 5: what is counted of the coefficients, and what is said of it."""
+"""Table 5: the counts of coefficients, the verdicts on them, the table and the figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOW, BEFORE = [0.9, 0.1], [-0.1, 0.5]
 
 
 def record(alike: int, seed: int, *, size: str | None = "2.9B") -> Record:
-    """Four layers of five heads, `alike` of 20 on the diagonal at the end, ten at the start."""
+    """Return a run of four layers with five heads: of 20 heads, ten start on the diagonal and `alike` end there."""
 
     place = Place(4, 128)
 
