@@ -1,4 +1,4 @@
-"""Rows of the head have length 1 for all code that reads `weight`, adapts or replaces the head; else it is refused."""
+"""All code that reads the head's `weight`, adapts the head or replaces it gets rows of length 1, or is refused."""
 
 from __future__ import annotations
 

@@ -110,5 +110,5 @@ def test_layers_after_a_failed_draft_by_early_exit(monkeypatch):
 
 def test_drafts_are_refused_for_static_caches():
     model, prompt = tiny_model(), repetitive_prompt()
-    with pytest.raises((ValueError, NotImplementedError), match=r"[Ss]tatic cache"):  # theirs or ours
+    with pytest.raises((ValueError, NotImplementedError), match=r"[Ss]tatic cache"):  # theirs, ours
         new_tokens_of(model, prompt, prompt_lookup_num_tokens=4, cache_implementation="static")
