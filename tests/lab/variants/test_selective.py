@@ -147,7 +147,7 @@ def test_blocks_in_bfloat16(axis: Any) -> None:
 
 @both_axes
 def test_memory_grows_with_the_context(axis: Any) -> None:
-    """256 more tokens raise the peak of forward and backward equally each time; by the square, the ratio would be 1.4."""
+    """Each further 256 tokens raise the peak of both passes equally; quadratic growth would give a ratio of 1.4."""
     peaks = []
     for length in (512, 768, 1024):
         inputs = [x.requires_grad_() for x in heads(1, length, torch.float32)]
