@@ -1,4 +1,4 @@
-"""The summary and the table of twins, on run folders with numbers made up by a formula."""
+"""The summary and the table of paired runs, on run folders with numbers from a formula."""
 
 import json
 import math
@@ -29,12 +29,12 @@ def test_one_seed(tmp_path):
     summary = summarize([read_twins(tmp_path, 0)], STEP_TIME)
     left = math.exp(-3)
     assert summary["seeds"][0]["difference"]["kv-shift"]["mean"] == pytest.approx(-0.1 * (1 - left), rel=1e-12)
-    # The sequences differ by that, and by the difference of two sines.
+    # The differences of single sequences vary around that mean by the difference of two sines.
     spread = [0.001 * (math.sin(7 * row * 1.1) - math.sin(7 * row)) for row in range(7)]
     mean = sum(spread) / 7
     stderr = math.sqrt(sum((value - mean) ** 2 for value in spread) / 6 / 7)
     assert summary["seeds"][0]["difference"]["kv-shift"]["stderr"] == pytest.approx(stderr, rel=1e-6)
-    # Between steps 50 and 60 the line is straight: 2 + 3 left - 0.1 (1 - left) reaches 2 + 3 exp(-3).
+    # Between steps 50 and 60, the curve is a straight line; it reaches vanilla's last loss, 2 + 3 left, in between.
     at_50, at_60 = (3 * math.exp(-step / 20) - 0.1 * (1 - math.exp(-step / 20)) for step in (50, 60))
     crossing = 50 + 10 * (at_50 - 3 * left) / (at_50 - at_60)
     assert summary["seeds"][0]["reach"]["step"] == {"vanilla": 60, "kv-shift": pytest.approx(crossing, rel=1e-12)}
@@ -96,7 +96,7 @@ THREE = ("vanilla", "kv-shift", "smear")
 
 
 def test_more_than_two(tmp_path):
-    """Each number of a variant is that of its own pair with the baseline."""
+    """Each number of a variant equals that of a comparison of this variant alone with the baseline."""
     for seed in range(3):
         write_pair(tmp_path, seed=seed, gain=0.1 + 0.01 * seed)
         write_run(tmp_path / f"seed-{seed}" / "smear", seed=seed, variant="smear", gain=0.05 - 0.02 * seed)

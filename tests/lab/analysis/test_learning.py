@@ -1,4 +1,4 @@
-"""Steps to a level of accuracy: interpolation, seeds that never reach it, ratios."""
+"""Steps to a level of accuracy: interpolation, seeds that never reach it, and ratios."""
 
 import math
 
@@ -17,10 +17,10 @@ def reach(*steps, within=600.0, level=0.99):
     ("accuracy", "level", "expected"),
     [
         ([0.1, 0.2, 0.8, 1.0], 0.5, 25.0),  # half way from 20 to 30
-        ([0.1, 0.2, 0.8, 1.0], 0.8, 30.0),  # on an evaluation
+        ([0.1, 0.2, 0.8, 1.0], 0.8, 30.0),  # exactly at an evaluation
         ([0.1, 0.2, 0.8, 1.0], 0.95, 45.0),
-        ([0.6, 0.2, 0.8, 1.0], 0.5, 10.0),  # there at the first evaluation
-        ([0.1, 0.9, 0.2, 0.3], 0.5, 15.0),  # the first time, though it falls back
+        ([0.6, 0.2, 0.8, 1.0], 0.5, 10.0),  # already reached at the first evaluation
+        ([0.1, 0.9, 0.2, 0.3], 0.5, 15.0),  # the first crossing counts, though accuracy falls again
         ([0.1, 0.2, 0.8, 0.9], 0.99, None),
     ],
 )
@@ -97,7 +97,7 @@ def test_seeds_that_make_no_sense(steps, within, message):
 
 
 def test_ratio_is_paired_by_seed():
-    # Seeds differ by factors of ten, ratios hardly: 0.5, 0.25, 0.5 -> logs with mean -log(2) * 4/3
+    # The seeds differ by factors of ten, the ratios hardly: 0.5, 0.25, 0.5. The mean of their logs is -log(2) * 4/3.
     ours, theirs = reach(5, 25, 250), reach(10, 100, 500)
     found = compare_steps(ours, theirs)
     half = 4.302652729911275 * math.log(2) / 3  # the deviation of (0, -1, 0) is 1 / sqrt(3), over sqrt(3)
@@ -132,9 +132,9 @@ def test_a_ratio_to_runs_that_never_arrived_is_a_bound():
 
 def test_what_cannot_be_ordered_is_undecided():
     for ours, theirs in [
-        (reach(None, 5), reach(None, 9)),  # a pair of which neither arrived
+        (reach(None, 5), reach(None, 9)),  # a pair in which neither run arrived
         (reach(None, 5), reach(9, None)),
-        (reach(700, 5, within=900.0), reach(None, 9)),  # arrived after the other was given up
+        (reach(700, 5, within=900.0), reach(None, 9)),  # arrived after the steps that the other run was given
         (reach(5), reach(10)),  # one pair
         (reach(5, 50), reach(10, 100)),  # equal ratios
     ]:
