@@ -1,1 +1,1 @@
-"""Host programs that run models with KV shift. None of these packages imports another."""
+"""Integrations with programs that run models with KV shift. None of these packages imports another."""

@@ -1,1 +1,1 @@
-"""Experiments: data, training, comparison with vanilla attention. Needs the extra "lab", except `kvshift check`."""
+"""Experiments: data, training, comparison with vanilla attention. All but `kvshift check` need the extra "lab"."""

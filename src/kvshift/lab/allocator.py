@@ -1,4 +1,4 @@
-"""What the C library does with freed memory."""
+"""How the C library treats freed memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 
 
 def keep_memory() -> bool:
-    """Have the C library keep freed memory, as the allocators do that PyTorch recommends for a CPU.
+    """Make the C library keep freed memory, like the allocators that PyTorch recommends for CPUs.
 
-    glibc hands large blocks back to the system at once, and taking new pages costs more than many an operation on them.
+    glibc returns large blocks to the system immediately, and mapping new pages costs more than many operations on them.
 
     Returns:
-        Whether it will: False where it is not glibc.
+        True if the setting took effect; False if the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

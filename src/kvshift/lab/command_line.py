@@ -1,7 +1,7 @@
-"""Reading the options of a command, and its help: the options that people use most come first.
+"""Parse the options of a command and print its help, with the most used options first.
 
-tyro reads a frozen dataclass from the command line. Its help keeps the order of the fields and the line breaks of their
-docstrings; `read` prints the same options from a copy of the dataclass that is made for the help alone.
+tyro parses a frozen dataclass from the command line. Its help keeps the order of the fields and the line breaks of
+their docstrings, so `read` prints the help from a copy of the dataclass that is made for this purpose.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def read(
     first: Sequence[str] = (),
     default: Any = None,
 ) -> Any:
-    """The options that a command line gives; with `--help`, `-h` or `--help-all` print the help and exit.
+    """Return the options of a command line; with `--help`, `-h` or `--help-all`, print the help and exit.
 
     Args:
         options: a dataclass; fields that are dataclasses are groups, `--group.field`.
-        args: of the command line, without the name of the command.
+        args: arguments of the command line, without the name of the command.
         prog: the command, such as "kvshift train".
-        description: of the command, in one line.
-        example: a command line that works as it stands.
-        first: names of the options that `--help` lists, in this order, such as "data.corpus"; `--help-all` lists all,
-            these first. None given: `--help` lists all.
-        default: an instance whose values are the defaults, if not those of the class.
+        description: description of the command, in one line.
+        example: a command line that works without changes.
+        first: names of the options that `--help` lists, in this order, such as "data.corpus"; `--help-all` lists all
+            options, these first. If empty, `--help` lists all options.
+        default: an instance with default values that replace those of the class.
 
     Raises:
-        SystemExit: with code 0 after help, with 2 after options that are wrong.
+        SystemExit: with code 0 after the help, with code 2 if the options are wrong.
     """
     asked = {"-h", "--help", "--help-all"}.intersection(args[: args.index("--")] if "--" in args else args)
     if asked:
@@ -58,9 +58,9 @@ def read(
 
 @dataclass(frozen=True)
 class _Option:
-    name: str  # with its group, such as data.corpus
+    name: str  # including its group, such as data.corpus
     hint: Any
-    default: Any  # MISSING where it must be given
+    default: Any  # MISSING if the option is required
     help: str
     group: type
 
@@ -70,7 +70,7 @@ class _Option:
 
 
 def _walk(cls: type, default: Any = None, prefix: str = "") -> Iterator[_Option]:
-    """The options of a dataclass and of its groups."""
+    """Yield the options of a dataclass and of its groups."""
     hints, texts = get_type_hints(cls, include_extras=True), _docstrings(cls)
     for item in fields(cls):
         hint = hints[item.name]
@@ -93,12 +93,12 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _docstrings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass and of those that it extends, as one line."""
+    """Return the docstring of each field of a dataclass and of its base classes, as one line."""
     found: dict[str, str] = {}
     for each in (each for each in reversed(cls.__mro__) if "__dataclass_fields__" in vars(each)):
         try:
             body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]).body
-        except (OSError, TypeError):  # made by make_dataclass: all its help is in annotations
+        except (OSError, TypeError):  # made by make_dataclass, with all help in annotations
             continue
         for statement, below in pairwise(body):
             match statement, below:
@@ -108,7 +108,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def _help_class(options: type, known: Sequence[_Option], first: Sequence[str]) -> type:
-    """A dataclass with the options of `known`: those of `first`, then the others in their groups."""
+    """Return a dataclass with the options of `known`: those in `first`, then the others in their groups."""
     ranks = {name: rank for rank, name in enumerate(first)}
     groups: dict[str, list[_Option]] = {"": []}
     for each in sorted(known, key=lambda option: ranks.get(option.name, len(ranks))):

@@ -1,8 +1,8 @@
 """`--config FILE`: options from a YAML or JSON file, such as the config.json of a run.
 
-The command line stands above the file. One file serves `train`, `compare` and `plan`: each takes the options that are
-its own. It is flat as the command line is: the options that `compare` shares with `train` stand at the top, those under
-`model`, `data` and `optimizer` one level below.
+The command line overrides the file. One file serves `train`, `compare` and `plan`: each command takes the options that
+it has. The file is as flat as the command line: the options that `compare` shares with `train` are at the top level,
+and those of `model`, `data` and `optimizer` one level below.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _HELP = "YAML or JSON file of options, such as the config.json of a run; command
 
 
 def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:
-    """The options of a command from its command line, and from the file that `--config` names there.
+    """Return the options of a command from its command line and from the file that `--config` names.
 
     Args:
         options: the dataclass of `train`, `compare` or `plan`.
-        args: of the command line.
-        kwargs: for `kvshift.lab.command_line.read`.
+        args: arguments of the command line.
+        kwargs: keyword arguments of `kvshift.lab.command_line.read`.
 
     Raises:
-        LabError: the file cannot be read, or holds what is no option.
+        LabError: if the file cannot be read, or contains an unknown option or a wrong value.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--config", type=Path)
     try:
         path = finder.parse_known_args(args)[0].config
-    except argparse.ArgumentError:  # tyro says what is wrong
+    except argparse.ArgumentError:  # tyro reports the error
         path = None
-    # With `config`, which has been read by then, so that it stands in the help.
+    # `config` has been read already; it is a field so that the help lists it.
     both = make_dataclass(
         "Options",
         [
@@ -63,7 +63,7 @@ def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:
 
 
 def with_file(options: type, path: Path) -> Any:
-    """The defaults of `options` with what the file says in their place."""
+    """Return the defaults of `options`, replaced by the values of the file."""
     values = _read(path)
     is_record = "config_hash" in values
     values = {name: value for name, value in values.items() if name not in RECORDED}
@@ -81,7 +81,7 @@ def with_file(options: type, path: Path) -> Any:
             )
         return _over(PlanConfig(), values, path)
     if is_record:
-        values.pop("out", None)  # of one run, not of a comparison
+        values.pop("out", None)  # the folder of a run is not that of a comparison
     default = CompareConfig()
     return replace(_over(default, values, path), train=_over(default.train, values, path))
 
@@ -100,7 +100,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _names(cls: type) -> dict[str, Any]:
-    """The options of a class by name; of a group of them, those of the group."""
+    """Return the options of a class by name; the value is None, or the options of a group."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(cls).items():
         if cls is CompareConfig and name == "train":
@@ -128,7 +128,7 @@ def _refuse_unknown(values: Mapping[Any, Any], known: Mapping[str, Any], file: s
 
 
 def _over(default: Any, values: Mapping[str, Any], path: Path, prefix: str = "") -> Any:
-    """`default` with the values that belong to it; those of other commands are left aside."""
+    """Return `default` with the values of its own fields; values for other commands are ignored."""
     hints = get_type_hints(type(default))
     changes = {}
     for item in fields(default):
@@ -142,7 +142,7 @@ def _over(default: Any, values: Mapping[str, Any], path: Path, prefix: str = "")
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """A value of the file as the option has it."""
+    """Convert a value of the file to the type of its option."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     literals = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
     if isinstance(value, bool) and bool not in kinds and "yes" in literals:  # YAML's yes and no
@@ -157,7 +157,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return Path(value)
     if float in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
-            return float(value)  # YAML takes 1e-3 for text
+            return float(value)  # YAML reads 1e-3 as text
         except ValueError:
             pass
     expected = [repr(each) for each in literals] + [_word(kind) for kind in kinds if get_origin(kind) is not Literal]

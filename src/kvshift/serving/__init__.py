@@ -1,1 +1,1 @@
-"""Level 4: `kvshift serve`, which knows both the run folders of the lab and vLLM's plugin."""
+"""Level 4: `kvshift serve`, which depends on the run folders of the lab and on the vLLM plugin."""

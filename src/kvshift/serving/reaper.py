@@ -1,7 +1,7 @@
-"""Ends what a server has started and left behind: `python -m kvshift.serving.reaper PID`, with a pipe as its input.
+"""Ends processes that a server has left behind: `python -m kvshift.serving.reaper PID`, with a pipe as standard input.
 
-The input ends when the server does, by whatever signal. Until then the processes below the server are looked for again
-and again: afterwards they are nobody's children.
+The pipe closes when the server ends, whatever signal ended it. Until then this program lists the descendants of the
+server repeatedly, because they cannot be found from the server's PID after it has ended.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import IO
 import psutil
 
 _INTERVAL = 2.0  # seconds
-_PATIENCE = 10.0  # seconds that processes have to end in before they are killed
+_PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def watch(server: psutil.Process, pipe: IO[bytes]) -> set[psutil.Process]:
-    """Wait until the pipe ends; returns the processes seen below the server, but for this one."""
+    """Wait until the pipe closes, and return the descendants of the server that were seen, except this process."""
     seen: set[psutil.Process] = set()
     while not select.select([pipe], [], [], _INTERVAL)[0]:
         with suppress(psutil.Error):
@@ -27,7 +27,7 @@ def watch(server: psutil.Process, pipe: IO[bytes]) -> set[psutil.Process]:
 
 
 def end_all(processes: set[psutil.Process]) -> None:
-    """Ask them to end, and kill those that have not after a while."""
+    """Terminate the processes, and kill those that have not ended after `_PATIENCE` seconds."""
     for process in processes:
         with suppress(psutil.Error):
             process.terminate()

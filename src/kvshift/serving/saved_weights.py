@@ -1,7 +1,7 @@
-"""What can be known of saved weights before vLLM loads them: that the files are whole, and the coefficients fit.
+"""Checks of saved weights before vLLM loads them: files are complete, and coefficients fit the model.
 
-A safetensors file is the length of its header in 8 bytes, the header, a JSON object that gives each tensor's dtype,
-shape and place, and the tensors. Only headers and coefficients are read, without torch.
+A safetensors file consists of the length of its header (8 bytes), the header (a JSON object with the dtype, shape and
+offsets of each tensor) and the tensors. Only headers and coefficients are read, without torch.
 
 Shapes: G KV heads, W window.
 """
@@ -19,13 +19,13 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.model_files import read_object
 
 _INDEX = "model.safetensors.index.json"
-_FLOATS = {"F64": "d", "F32": "f", "F16": "e"}  # letters of `struct`; BF16 is the upper half of F32
+_FLOATS = {"F64": "d", "F32": "f", "F16": "e"}  # format characters of `struct`; BF16 is the upper half of F32
 _NAMES = {"k": ("shift.alpha",), "v": ("shift.beta",)}
 _NAMES_OF_BAICHUAN_M1 = {"k": ("conv_k", "K"), "v": ("conv_v", "V")}  # the released name and an earlier one
 
 
 class SavedTensor(NamedTuple):
-    """Where a tensor lies."""
+    """The location of a tensor in a file, from byte `begin` up to byte `end`."""
 
     file: Path
     dtype: str
@@ -35,11 +35,11 @@ class SavedTensor(NamedTuple):
 
 
 def check_weights(folder: Path, config: dict[str, Any]) -> None:
-    """Raise a LabError unless all files of weights are whole, and every layer has its coefficients.
+    """Raise a LabError unless all files of weights are complete and every layer has its coefficients.
 
     Args:
-        folder: of the model.
-        config: its config.json.
+        folder: the model folder.
+        config: the contents of its config.json.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -65,7 +65,7 @@ def check_weights(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _coefficients(config: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """The names that the coefficients of each layer may have, and their shape; none for a model without shift."""
+    """Yield the possible names of each coefficient tensor and its shape; nothing for a model without shift."""
     kind, heads = str(config["model_type"]), config.get("num_key_value_heads") or config["num_attention_heads"]
     for layer in range(config["num_hidden_layers"]):
         if kind == "baichuan_m1":
@@ -78,15 +78,15 @@ def _coefficients(config: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], tup
         else:
             return
         for target in config.get("shift_targets", named):
-            if target in named:  # queries are refused by the plugin
+            if target in named:  # the plugin refuses shifted queries
                 yield tuple(f"model.layers.{layer}.self_attn.{name}" for name in named[target]), shape
 
 
 def _read_header(file: Path) -> dict[str, SavedTensor]:
-    """The tensors of a file by name.
+    """Return the tensors of a file by name.
 
     Raises:
-        LabError: it is no whole safetensors file.
+        LabError: if the file is not a complete safetensors file.
     """
     size = file.stat().st_size
     try:

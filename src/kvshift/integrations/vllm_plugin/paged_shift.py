@@ -1,13 +1,13 @@
 """The shift of one layer, whose state lies in the pages of vLLM's KV cache.
 
 vLLM runs a batch as one pack of pieces of sequences: a whole prompt, a chunk of one, one token, or a token and drafts
-that may be rejected. A page of the cache has, behind shifted keys and values of its block of tokens, a few rows of raw
-ones: a ring, in which token t of the block has row t % rows. Only the last tokens of a block are ever read from it, so
-a row or two are enough; with drafts, which may be taken back, there are as many more. A piece continues from the rows
-of the tokens before its first. So one path serves prefill, chunks, decoding, hits in the prefix cache, preemption and
-rejected drafts, and a block that is shared, freed or found again brings its raw keys and values with it.
+that may be rejected. Behind the shifted keys and values of its block of tokens, a page of the cache has a few rows of
+raw ones. They form a ring, in which token t of the block has row t % rows. Only the last tokens of a block are ever
+read from it, so a row or two are enough, plus one for each draft that may be rejected. A piece continues from the rows
+of the tokens before its first one. One path therefore serves prefill, chunks, decoding, hits in the prefix cache,
+preemption and rejected drafts, and a block that is shared, freed or found again brings its raw keys and values along.
 
-On a GPU, pieces of one length, as in decoding, have a path of their own: one launch, which CUDA graphs may hold.
+On a GPU, pieces of equal length, as in decoding, take a separate path: one launch, which a CUDA graph can contain.
 
 Shapes: P positions in the pack, S sequences, G KV heads of this rank, D head size, W window.
 """
@@ -38,13 +38,13 @@ from kvshift.ops.shift import shift_keys_values
 
 @dataclass(frozen=True, kw_only=True)
 class Pages:
-    """Where raw rows lie in the pages of a layer.
+    """The layout of raw rows in the pages of a layer.
 
     Attributes:
-        tokens: of a page.
-        rows: raw ones of a page.
-        stride: from those of a page to those of the next, counted in rows.
-        count: rows from the first of the first page to the last of the last.
+        tokens: number of tokens in each page.
+        rows: number of raw rows in each page.
+        stride: distance between the raw rows of one page and those of the next, in rows.
+        count: number of rows from the first raw row of the first page to the last raw row of the last page.
     """
 
     tokens: int
@@ -53,26 +53,26 @@ class Pages:
     count: int
 
     def row(self, slot: Tensor) -> Tensor:
-        """Of the token in that slot of the cache, from the first row of the first page."""
+        """Return the raw row for the token in a slot of the cache, counted from the first raw row of the first page."""
         return slot // self.tokens * self.stride + slot % self.tokens % self.rows
 
 
 @dataclass
 class PagedShiftMetadata:
-    """Which raw rows a batch reads and writes; the same for all layers of a group. The host waits for no number of it.
+    """Which raw rows a batch reads and writes; shared by all layers of a group. Building it needs no synchronization.
 
-    The rows of all pages are the state of one sequence, to the implementations of the shift: they read it where a plan
-    says.
+    The implementations of the shift see the rows of all pages as the state of one sequence, which they read at the
+    rows of a plan.
     """
 
     sources: Tensor
-    """(1, P, W) int32, the row that each lag of each token reads, as in `ShiftPlan`: of the pack or of the cache."""
+    """(1, P, W) int32, the row of the pack or of the cache that each lag of each token reads, as in `ShiftPlan`."""
     kept: Tensor
-    """(P,) int32, the row of the cache that takes each token; -1 for none."""
+    """(P,) int32, the row of the cache in which each token is stored; -1 if it is not stored."""
 
     @property
     def num_tokens(self) -> int:
-        """P; what a CUDA graph pads the batch with comes behind."""
+        """P, without the padding that a CUDA graph appends to the batch."""
         return len(self.kept)
 
     @cached_property
@@ -81,20 +81,20 @@ class PagedShiftMetadata:
 
     @cached_property
     def is_kept(self) -> Tensor:
-        """(P, 1)"""
+        """(P, 1) booleans, True for tokens that are stored."""
         return self.kept[:, None] >= 0
 
     @cached_property
     def own(self) -> Tensor:
-        """(P,) where each token is written; what is not kept, to the first row: that of vLLM's null block."""
+        """(P,) the row to which each token is written; row 0, in vLLM's null block, for tokens that are not stored."""
         return self.kept.clamp(min=0).long()
 
     @classmethod
     def of(cls, batch: CommonAttentionMetadata, pages: Pages, window: int) -> Self:
-        """Of a batch.
+        """Return the metadata of a batch.
 
-        A token reads tokens of its own piece where they stand in the pack, and before that the rows of the cache. But
-        what a prefix hit finds may be what another piece of this batch fills: it too is read from the pack.
+        A token reads tokens of its own piece from the pack, and earlier ones from the cache. The exception is a token
+        of a prefix hit that another piece of this batch stores: it is read from the pack as well.
         """
         num_tokens = int(batch.query_start_loc_cpu[batch.num_reqs])
         begins = batch.query_start_loc[: batch.num_reqs + 1]
@@ -102,7 +102,7 @@ class PagedShiftMetadata:
         index = torch.arange(num_tokens, device=slots.device)
         piece, lags = sequence_of_positions(begins, num_tokens), torch.arange(window, device=slots.device)
 
-        # A row is written by the last token of a piece or of a block that has its place in the ring.
+        # Only the last tokens of a piece or of a block are stored, as many as a ring has rows.
         is_kept = slots >= 0
         if batch.max_query_len > pages.rows:
             is_last_of_piece = index + pages.rows >= begins[1:][piece]
@@ -127,24 +127,24 @@ class PagedShiftMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class UniformBatch:
-    """A batch whose pieces are of one length, in the tensors in which vLLM describes it; nothing is computed of them.
+    """A batch whose pieces have equal lengths, as the tensors in which vLLM describes it, without any computation.
 
-    They are where those of the next batch will be, and padding says so itself: it has no slots. So a launch that reads
-    them may lie in a CUDA graph.
+    vLLM reuses their memory for the next batch, and padding is recognizable because it has no slots. A launch that
+    reads these tensors can therefore be captured in a CUDA graph.
     """
 
     tokens_each: int
-    """Of a piece; no more than there are raw rows in a page."""
+    """Number of tokens in each piece; at most the number of raw rows in a page."""
     slots: Tensor
-    """(P,) where each token's keys and values go in the cache; -1 for nowhere."""
+    """(P,) the slot of each token in the cache; -1 for none."""
     seq_lens: Tensor
-    """(S,) tokens of each sequence up to the end of its piece; 0 for padding."""
+    """(S,) number of tokens in each sequence up to the end of its piece; 0 for padding."""
     block_table: Tensor
-    """(S, blocks) of each sequence."""
+    """(S, blocks) the numbers of the blocks of each sequence."""
 
     @classmethod
     def of(cls, batch: CommonAttentionMetadata, pages: Pages) -> Self | None:
-        """Of a batch, with what it is padded with; None where its pieces differ, or are longer than the ring."""
+        """Return the batch with its padding; None if its pieces differ in length or are longer than the ring."""
         tokens, each, sequences = batch.num_actual_tokens, batch.max_query_len, batch.num_reqs
         if tokens != each * sequences or each > pages.rows:
             return None
@@ -157,13 +157,13 @@ class UniformBatch:
 
 
 class PagedShift(KVShift):
-    """The shift of this rank's KV heads, from and to paged rows.
+    """The shift of this rank's KV heads, with its state in paged rows.
 
     Args:
-        num_kv_heads: of all ranks.
+        num_kv_heads: number of KV heads of all ranks together.
         head_size: D.
-        options: what is shifted, and how; no queries.
-        attention: name of the attention that takes the shifted keys and values.
+        options: options of the shift; queries cannot be shifted.
+        attention: name of the attention layer that takes the shifted keys and values.
         prefix: name of this module in the model.
     """
 
@@ -185,7 +185,7 @@ class PagedShift(KVShift):
         layers[prefix] = self
 
     def load_heads(self, parameter: nn.Parameter, loaded: Tensor) -> None:
-        """Take this rank's heads of the coefficients of all."""
+        """Load this rank's heads from the coefficients of all heads."""
         expected = (self.num_kv_heads, parameter.shape[1])
         if loaded.shape != expected:
             raise ValueError(
@@ -197,13 +197,13 @@ class PagedShift(KVShift):
         parameter.data.copy_(loaded.narrow(0, self.first_head, parameter.shape[0]))
         self.__dict__.pop("pool", None)
         before = self.__dict__.pop("weights", None)
-        if before is not None:  # graphs that hold them read them where they are
+        if before is not None:  # captured graphs read the weights at this address
             with torch.inference_mode():
                 self.__dict__["weights"] = before.copy_(self.weights)
 
     @cached_property
     def weights(self) -> Tensor:
-        """(2 G, W) coefficients of k's heads and of v's; what is not shifted is taken as it is."""
+        """(2 G, W) coefficients of the heads of k, then of v; those of a target without a shift are (1, 0, ...)."""
         in_force = self.coefficients()
         one = next(iter(in_force.values()))
         as_it_is = torch.eye(1, one.shape[1], device=one.device).expand_as(one)
@@ -211,7 +211,7 @@ class PagedShift(KVShift):
 
     @cached_property
     def path(self) -> ShiftPath:
-        """Which implementation shifts."""
+        """The implementation that computes the shift."""
         kv = torch.empty(0, 1, 1, self.head_size, dtype=self.dtype, device=self.weights.device)
         path = shift_path(Call(None, kv, None, self.weights))
         if path == "reference":
@@ -220,12 +220,12 @@ class PagedShift(KVShift):
 
     @cached_property
     def pool(self) -> Pool | None:
-        """The kernel for CPUs, where it shifts."""
+        """The kernel for CPUs, if it computes the shift."""
         return Pool(self.weights, self.head_size, self.dtype) if self.path == "cpu" else None
 
     @cached_property
     def takes_uniform(self) -> bool:
-        """Whether `shift_uniform` can be had: on a GPU, where it computes what `shift_batch` does."""
+        """Whether `shift_uniform` can be used: on a GPU, if it gives the results of `shift_batch`."""
         if self.path != "triton":
             return False
         from kvshift.integrations.vllm_plugin.decode_check import passes_decode_check
@@ -233,7 +233,7 @@ class PagedShift(KVShift):
         return passes_decode_check(self)
 
     def shift_uniform(self, kv: Tensor, shifted: Tensor, rows: Tensor, batch: UniformBatch, pages: Pages) -> None:
-        """`shift_batch` in one launch, without a look at numbers of the device. Arguments: see there."""
+        """Do the work of `shift_batch`, with the same arguments, in one launch and without synchronization."""
         heads, window = self.weights.shape
         decode_kernel()[(len(batch.seq_lens), heads)](
             shifted, kv, rows, self.weights, batch.slots, batch.seq_lens, batch.block_table,
@@ -243,12 +243,13 @@ class PagedShift(KVShift):
         )  # fmt: skip
 
     def shift_batch(self, kv: Tensor, shifted: Tensor, rows: Tensor, metadata: PagedShiftMetadata) -> None:
-        """Write shifted keys and values, and keep raw ones.
+        """Write shifted keys and values to `shifted`, and store raw ones in `rows`.
 
         Args:
-            kv: (P, 2 G D) raw ones: the keys of all heads, then the values.
-            shifted: (P, 2 G D) dense, to be written.
-            rows: raw ones of all pages, from the first of the first page.
+            kv: (P, 2 G D) raw keys of all heads, then raw values.
+            shifted: (P, 2 G D) output, contiguous.
+            rows: raw rows of all pages, from the first row of the first page.
+            metadata: the rows that the batch reads and writes.
         """
         if self.pool is not None:
             self.pool.shift(kv, shifted, rows.data_ptr(), len(rows), metadata.sources, metadata.kept)
@@ -262,7 +263,7 @@ class PagedShift(KVShift):
 
 @cache
 def decode_kernel() -> Any:
-    """Importing it takes Triton."""
+    """Return the decoding kernel. Importing it requires Triton."""
     from kvshift.integrations.vllm_plugin.decode_kernel import decode
 
     return decode
@@ -270,13 +271,13 @@ def decode_kernel() -> Any:
 
 @eager_break_during_capture
 def kv_shift(kv: torch.Tensor, shifted: torch.Tensor, layer_name: str) -> None:
-    """Write keys and values shifted by the layer of that name; an operator, so that compilers do not look inside.
+    """Write keys and values, shifted by the layer `layer_name`, to `shifted`; a custom operator, opaque to compilers.
 
-    Like vLLM's attention it writes a tensor made for it: in place, compiled code would copy queries, keys and values
-    around it, and graphs on either side need that tensor where it was.
+    Like vLLM's attention, it writes to a tensor that the caller allocates. If it worked in place, compiled code would
+    copy queries, keys and values around it, but the graphs on either side need the tensor at a fixed address.
 
-    (The annotations make the operator's schema. Where the decorator wraps the function, they are looked up among the
-    globals of vLLM's module, which has `torch` and no `Tensor`.)
+    (The operator's schema is made from the annotations. If the decorator wraps the function, they are resolved in the
+    globals of vLLM's module, which has `torch` but no `Tensor`.)
     """
     context = get_forward_context()
     shift: PagedShift = context.no_compile_layers[layer_name]
@@ -289,11 +290,11 @@ def kv_shift(kv: torch.Tensor, shifted: torch.Tensor, layer_name: str) -> None:
         return
     if kv.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{layer_name}: a CUDA graph can hold the shift of pieces of one length alone")
-    if metadata is None:  # vLLM measures memory: there are no sequences
+    if metadata is None:  # vLLM measures memory with a batch that has no sequences
         shifted.zero_()
         return
     attention = context.no_compile_layers[shift.attention]
-    if shift.pool is not None:  # no tensor is made: it would keep a CPU longer than the shift of a token
+    if shift.pool is not None:  # creating a tensor would take longer than the shift of a token
         shift.pool.shift(
             kv, shifted, attention.raw_rows_address(), attention.pages.count, metadata.sources, metadata.kept
         )

@@ -1,4 +1,4 @@
-"""Attention over shifted keys and values, as vLLM runs it, for all rotary families.
+"""Attention over shifted keys and values in vLLM, for all families with rotary embeddings.
 
 Shapes: P positions in the pack, H query heads, G KV heads of this rank, D head size, E model width.
 """
@@ -25,14 +25,14 @@ from kvshift.models.retrofit import FAMILIES
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """What the attention of one layer is made of; families differ in nothing else.
+    """The attention options of one layer; the families differ in nothing else.
 
     Attributes:
-        heads, kv_heads: of all ranks.
+        heads, kv_heads: number of query heads and of KV heads, of all ranks together.
         size: D.
-        bias, output_bias: whether the projections of q, k and v, and that of the output, have one.
+        bias, output_bias: whether the projections of q, k and v have a bias, and whether the output projection has one.
         qk_norm: whether heads are normalised between shift and rotary embedding.
-        window: how many tokens each attends to, itself included; None for all.
+        window: number of tokens that each token attends to, itself included; None for all.
     """
 
     heads: int
@@ -45,7 +45,7 @@ class Heads:
 
 
 def heads_of(config: Any, layer: int) -> Heads:
-    """The heads of one layer, from a configuration of transformers."""
+    """Return the attention options of one layer, from a configuration of transformers."""
     window = config.sliding_window if "sliding" in config.layer_types[layer] else None
     if config.model_type == "baichuan_m1":
         heads, kv_heads = config.heads(layer)
@@ -64,16 +64,17 @@ def heads_of(config: Any, layer: int) -> Heads:
 
 
 class ServedAttention(nn.Module):
-    """Attention of vLLM's projections, with a shift, and a QK-norm where the family has one.
+    """Attention with a shift, made of vLLM's projections, and with QK-norm if the family has it.
 
     Args:
-        config: of transformers.
+        config: configuration of transformers.
         hidden_size: E.
-        num_heads, num_kv_heads, bias, bias_o_proj, attn_type: of `LlamaDecoderLayer`; `heads_of` decides.
-        max_position_embeddings: for which rotary tables are made.
-        quant_config: how projections are quantized; None: they are not.
-        cache_config: of vLLM's cache.
-        prefix: the name of this module in the model, with the number of the layer.
+        num_heads, num_kv_heads, bias, bias_o_proj, attn_type: passed by `LlamaDecoderLayer`, but not used: `heads_of`
+            determines them.
+        max_position_embeddings: number of positions in the rotary tables.
+        quant_config: how projections are quantized; None if they are not.
+        cache_config: options of vLLM's KV cache.
+        prefix: name of this module in the model, with the number of the layer.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class ServedAttention(nn.Module):
         self.attn = attention(heads, own.size, own.size**-0.5, **options)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """(P, E) of (P, E)."""
+        """Return the output, (P, E), for hidden states (P, E) at positions (P,)."""
         qkv, _ = self.qkv_proj(hidden_states)
         q, kv = qkv.split([self.q_size, 2 * self.kv_size], dim=-1)
         if self.shift is not None:
@@ -150,7 +151,7 @@ class ServedAttention(nn.Module):
 
 
 def shift_options_of(config: Any) -> ShiftOptions:
-    """Those of a configuration; Baichuan-M1's has but targets and window."""
+    """Return the shift options of a configuration; a configuration of Baichuan-M1 has only targets and window."""
     if hasattr(config, "shift_constraint"):
         return ShiftOptions.of(config)
     return ShiftOptions(targets=config.shift_targets, window=config.shift_window)

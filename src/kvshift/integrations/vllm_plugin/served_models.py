@@ -1,4 +1,4 @@
-"""The models that vLLM runs: its Llama, around attention with a shift."""
+"""The models that vLLM runs: its Llama with shifted attention."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _COEFFICIENTS = {"conv_k": "shift.alpha", "conv_v": "shift.beta", "K": "shift.al
 
 
 class ShiftedLlamaDecoderLayer(LlamaDecoderLayer):
-    """vLLM's layer around `ServedAttention`."""
+    """vLLM's decoder layer with `ServedAttention`."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
         super().__init__(vllm_config, prefix, config, attn_layer_type=ServedAttention)
 
 
 class ServedLlama(LlamaForCausalLM):
-    """KVShiftLlama, and retrofitted Llama, Mistral, Qwen2 and Qwen3."""
+    """KVShiftLlama, and Llama, Mistral, Qwen2 and Qwen3 with a retrofitted shift."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ShiftedLlamaDecoderLayer)
 
 
 class ServedBaichuanM1(ServedLlama):
-    """Baichuan-M1 from its released layout; the rows of the head are brought to length 1 when they are loaded."""
+    """Baichuan-M1 from its released layout; loading scales the rows of the LM head to length 1."""
 
     packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping | {"qkv_proj": ["qkv_proj"]}
 

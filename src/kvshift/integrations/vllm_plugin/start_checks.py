@@ -1,4 +1,4 @@
-"""What of vLLM the models with a shift cannot do, or has not been tested with them, is refused by name at the start."""
+"""Checks at start-up, which refuse options of vLLM that do not work with a shift or have not been tested with it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
 
-_ROTARY = ("default", "linear", "llama3", "yarn")  # "dynamic" has other angles in vLLM than in transformers
+_ROTARY = ("default", "linear", "llama3", "yarn")  # "dynamic" has different angles in vLLM and transformers
 _DRAFTS = ("ngram", "draft_model")
 _EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _TESTED = ((("int", 8), ("int", 8)), (("float", 8), ("float", 8)), (("int", 4), None))
-"""Numbers of weights and of inputs, of compressed-tensors."""
+"""Tested schemes of compressed-tensors: type and bits of the weights and of the inputs; None if not quantized."""
 
 
 class ShiftChecks(VerifyAndUpdateConfig):
-    """vLLM calls it for every model of ours once its options are known, before anything is loaded."""
+    """Checks that vLLM runs for each model with a shift once all options are known, before anything is loaded."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Raise a ValueError that names every option which is refused, and why."""
+        """Raise a ValueError that names every refused option and the reason."""
         faults = [*_model_faults(vllm_config), *_option_faults(vllm_config)]
         if faults:
             raise ValueError(f"vLLM cannot serve this model with KV shift so: {'; '.join(faults)}")
@@ -92,17 +92,17 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
         yield "parallel_drafting of speculative_config is not tested"
     if compilation.use_inductor_graph_partition:
         yield "use_inductor_graph_partition is not tested"
-    splitting, mode = compilation.splitting_ops, compilation.mode  # in its other modes vLLM empties the list
+    splitting, mode = compilation.splitting_ops, compilation.mode  # in other modes vLLM empties the list
     is_split = mode in (None, CompilationMode.VLLM_COMPILE)
     if is_split and splitting is not None and "vllm::kv_shift" not in splitting:
         yield "splitting_ops must be left out, or have vllm::kv_shift"
 
 
 def _is_tested(model: Any) -> bool:
-    """Whether all quantized weights, and their inputs, are of a kind that is tested: see docs/serving.md."""
+    """Return True if all quantized weights and their inputs use a tested scheme: see docs/serving.md."""
     described = getattr(model.hf_config, "quantization_config", None) or {}
     if model.quantization in ("auto_awq", "auto_gptq", "awq", "gptq"):
-        # GPTQ's "dynamic" may give some layers other bits.
+        # GPTQ's "dynamic" may quantize some layers with other numbers of bits.
         return (described.get("bits") or described.get("w_bit")) == 4 and not described.get("dynamic")
     if model.quantization != "compressed-tensors" or described.get("kv_cache_scheme"):
         return False
@@ -115,6 +115,6 @@ def _is_tested(model: Any) -> bool:
 
 
 def _numbers(group: dict[str, Any], *names: str) -> tuple[Any, ...]:
-    """Type and bits of each of them in a group of compressed-tensors; None for what is not quantized."""
+    """Return (type, bits) for each name in a group of compressed-tensors; None for one that is not quantized."""
     kinds = [group.get(name) for name in names]
     return tuple(kind and (kind.get("type"), kind.get("num_bits")) for kind in kinds)

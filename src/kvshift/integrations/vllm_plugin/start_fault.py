@@ -1,8 +1,8 @@
-"""Why a server did not start, for the process that says so last.
+"""The reason why a server did not start, passed to the process that prints the last message.
 
-The engine, and each worker of several, is a process of its own. vLLM logs what stopped it, with a traceback, and the
-server then ends with "See root cause above". `kvshift serve` names a file, by an environment variable, in which the
-process that stopped first leaves its reason.
+The engine is a separate process, and so is each worker if there are several. vLLM logs the error of a failed process
+with a traceback, and the server then exits with "See root cause above". `kvshift serve` sets an environment variable to
+the path of a file, in which the process that failed first writes its reason.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from contextlib import suppress
 from typing import Any
 
 FAULT_FILE = "KVSHIFT_START_FAULT"
-"""The environment variable."""
+"""Name of the environment variable that holds the path of the file."""
 MESSAGES = ("EngineCore failed to start.", "WorkerProc failed to start.")
-"""What vLLM logs in a process that does not start."""
+"""Messages that vLLM logs in a process that fails to start."""
 
 
 class _FaultKeeper(logging.Handler):
-    """Leaves the reason of the first fault in a file that is not there yet."""
+    """Writes the reason of the first failure to a file, unless the file exists."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
@@ -33,22 +33,22 @@ class _FaultKeeper(logging.Handler):
 
 
 def keep_start_fault() -> None:
-    """Watch vLLM's log, where `kvshift serve` has started this process; may be called again."""
+    """Watch vLLM's log if `kvshift serve` has started this process. It may be called more than once."""
     path, log = os.environ.get(FAULT_FILE), logging.getLogger("vllm")
     if path is not None and not any(isinstance(handler, _FaultKeeper) for handler in log.handlers):
         log.addHandler(_FaultKeeper(path))
 
 
 def reason_of(error: BaseException) -> str:
-    """In one line."""
+    """Return the reason of an error in one line."""
     text = "; ".join(refused_within(error)) or _one_line(error)
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def refused_within(error: BaseException) -> list[str]:
-    """What is wrong by an error of pydantic, which vLLM's options are made with; [] of any other error.
+    """Return the faults in a validation error of pydantic, which validates vLLM's options; [] for any other error.
 
-    Its own text adds the values of all options and a link.
+    The error's own text also contains the values of all options and a link.
     """
     if type(error).__name__ != "ValidationError":
         return []

@@ -1,1 +1,1 @@
-"""`kvshift check`: whether a model of transformers is right at its edges."""
+"""`kvshift check`: tests a model of transformers at document boundaries, padding and caches."""

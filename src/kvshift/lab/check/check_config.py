@@ -13,7 +13,7 @@ from kvshift.lab.core.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """The model to check, and how.
+    """The model to check, and options of the check.
 
     Exit code: 0 if nothing is wrong, 1 if something is, 2 for bad input.
     """
@@ -40,7 +40,7 @@ class CheckConfig:
     """Write the JSON to this file, replacing an existing file."""
 
     def check(self) -> None:
-        """Raise a LabError that names the option, its value, and what it may be."""
+        """Raise a LabError that names a wrong option, its value and the allowed values."""
         require(self.length >= 12, "length", self.length, "12 or more")
         require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
         if self.output is not None:

@@ -1,9 +1,9 @@
-"""The tables of docs/check.md, from the rows that `kvshift.lab.check.stock_models` writes.
+"""The tables of docs/check.md, made from the rows that `kvshift.lab.check.stock_models` writes.
 
     python -m kvshift.lab.check.check_page [--check]
 
-writes the end of docs/check.md, from its marker on, in the working directory; with --check it writes nothing and fails
-where the page is not what the rows give.
+writes the part of docs/check.md behind its marker, relative to the working directory. With --check, the command writes
+nothing and fails if the page does not match the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 
 
 def rendered(rows: Sequence[Row]) -> str:
-    """What stands behind the marker: a table for each group of models, and where it comes from."""
+    """Return the text behind the marker: a table for each group of models, distances from tolerances, and sources."""
     by_name = {row["name"]: row for row in rows}
     parts = []
     for title, names in GROUPS.items():
@@ -36,7 +36,7 @@ def rendered(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or check the page; returns the exit code."""
+    """Write or check the page, and return the exit code."""
     return write_or_check(
         "kvshift.lab.check.check_page", arguments, PAGE, RESULTS, [MARKER], lambda: rendered([*read_lines(RESULTS)])
     )
@@ -46,13 +46,13 @@ def _line(row: Row) -> tuple[str, ...]:
     found: dict[str, list[str]] = {"wrong": [], "refused": [], "not supported": []}
     for verdict in row["verdicts"]:
         if verdict["verdict"] != "right":
-            found[verdict["verdict"]].append(f"{verdict['property']}{_how(verdict, row['spread'])}")
+            found[verdict["verdict"]].append(f"{verdict['property']}{_detail(verdict, row['spread'])}")
     right = len(row["verdicts"]) - sum(map(len, found.values()))
     return f"{row['name']}", str(right), *("<br>".join(cell) or "-" for cell in found.values())
 
 
-def _how(verdict: Mapping[str, Any], spread: float) -> str:
-    """How wrong, and from where on."""
+def _detail(verdict: Mapping[str, Any], spread: float) -> str:
+    """Describe an error: its size and the first wrong position."""
     if verdict["verdict"] != "wrong":
         return ""
     first = verdict["first"]
@@ -67,7 +67,7 @@ def _how(verdict: Mapping[str, Any], spread: float) -> str:
 
 
 def _distances(rows: Sequence[Row]) -> str:
-    """How far right and wrong lie from the line between them."""
+    """Describe how far errors of right and wrong results are from their tolerances."""
     ratios: dict[str, list[tuple[float, str]]] = {"right": [], "wrong": []}
     for row in rows:
         for verdict in row["verdicts"]:

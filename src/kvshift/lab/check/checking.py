@@ -1,4 +1,4 @@
-"""`kvshift check`: the model in a folder or on the hub, and the table of what was found."""
+"""`kvshift check`: loads a model from a folder or the hub, checks it, and prints a table of the results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def check(config: CheckConfig) -> None:
-    """Check a model and print what was found.
+    """Check a model and print the results.
 
     Raises:
-        LabError: options or model are not fit.
-        SomethingWrongError: a property is wrong; table and JSON are written before.
+        LabError: if options are wrong or the model cannot be checked.
+        SomethingWrongError: if a property is wrong, after the table and JSON have been written.
     """
     config.check()
     for name in config.properties:
@@ -58,13 +58,13 @@ def check(config: CheckConfig) -> None:
 
 
 def stamped(report: Report, device: torch.device) -> dict[str, Any]:
-    """The report as JSON holds it, and where and by what it was made."""
+    """Return the report as JSON values, with the environment in which it was made."""
     found = environment(device, processes=1)
     return {**report.as_dict(), **found, "versions": {**found["versions"], **report.versions}}
 
 
 def report_table(report: Report) -> str:
-    """The table on the terminal, below it what one should know to read it."""
+    """Return the table for the terminal, followed by the tolerance and notes."""
     rows = [("property", "verdict", "error", "")]
     for verdict in report.verdicts:
         error = "" if verdict.error is None else f"{verdict.error:.1e}"
@@ -81,7 +81,7 @@ def report_table(report: Report) -> str:
 
 
 def _load(config: CheckConfig) -> tuple[Any, Any, list[str]]:
-    """The model, its tokenizer if it has one, and notes."""
+    """Return the model, its tokenizer if it has one, and notes."""
     if is_hub_name(config.model):
         require_on_hub(config.model, "model")
         folder = config.model
@@ -103,6 +103,6 @@ def _load(config: CheckConfig) -> tuple[Any, Any, list[str]]:
         model = model.double()
     try:
         _, where = locate(config.model, say)
-    except LabError:  # a folder without a tokenizer: the configuration names the special tokens
+    except LabError:  # no tokenizer: the configuration has the special tokens
         return model, None, notes
     return model, load_tokenizer(where), notes

@@ -1,10 +1,10 @@
-"""Tiny random models of the types that transformers ships, and ours, as docs/check.md shows them.
+"""Tiny random models of the types in transformers and in kvshift, whose results docs/check.md lists.
 
     python -m kvshift.lab.check.stock_models
 
-checks each and writes results/check/transformers.jsonl, a line for each model, in the working directory. Weights are
-drawn by transformers itself, with a standard deviation of 0.2 where the model has such an option: at the usual 0.02,
-attention of so small a model is almost uniform, and errors are small. Windows and chunks are of 8 tokens.
+checks each model and writes results/check/transformers.jsonl, with one line for each model, in the working directory.
+transformers initialises the weights, with a standard deviation of 0.2 if the model has such an option: at the usual
+0.02, attention in such a small model is almost uniform, and errors are small. Windows and chunks have 8 tokens.
 """
 
 from __future__ import annotations
@@ -188,15 +188,15 @@ _RESULTS = Path("results/check/transformers.jsonl")
 
 
 def is_known(name: str) -> bool:
-    """Whether the installed transformers has this model type."""
+    """Return True if the installed transformers has this model type."""
     return _model_type(name) in CONFIG_MAPPING
 
 
 def build_stock(name: str, seed: int = 0) -> PreTrainedModel:
-    """The tiny model of a name in `STOCK`, in evaluation mode, with random weights.
+    """Return the tiny model of a name in `STOCK`, in evaluation mode, with random weights.
 
-    "gpt2 with shift" is a retrofitted one, whose coefficients are drawn from U(0, 1); what stands behind a comma only
-    tells configurations of one type apart.
+    "gpt2 with shift" is a retrofitted model, with coefficients drawn from U(0, 1). The text behind a comma in a name
+    only distinguishes configurations of the same type.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -207,7 +207,7 @@ def build_stock(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def measure(names: list[str]) -> list[dict[str, Any]]:
-    """The row of each model: the report, and where and by what it was made."""
+    """Return a row for each model: the report and the environment in which it was made."""
     rows = []
     for name in names:
         report = check_model(build_stock(name))
@@ -217,7 +217,7 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Check all that are known and write the rows."""
+    """Check all known models and write the rows."""
     rows = measure([name for name in STOCK if is_known(name)])
     write_lines(_RESULTS, rows, ensure_ascii=True)
 

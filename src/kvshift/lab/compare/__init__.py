@@ -1,1 +1,1 @@
-"""`kvshift compare`."""
+"""`kvshift compare`: training and comparison of model variants."""

@@ -1,11 +1,11 @@
-"""`kvshift compare`: variants, such as vanilla and KV shift, trained alike and set side by side.
+"""`kvshift compare`: trains variants, such as vanilla and KV shift, with the same options, and compares them.
 
-OUT/compare.json                    options that all twins share
-OUT/seed-S/vanilla, .../kvshift     run folders of `kvshift train`, each trained by a process of its own
-OUT/seed-S/vanilla.json, ...        the options of each
-OUT/records.jsonl                   what is kept of all runs, as `kvshift reproduce` keeps it
-OUT/step_time.json, samples.json    measured and written once all runs are finished
-OUT/report.html, table.md, summary.json, curves.png, ...    drawn from the files above; see `analysis.report`
+OUT/compare.json                    options that all models share
+OUT/seed-S/vanilla, .../kvshift     run folders of `kvshift train`, each trained by a separate process
+OUT/seed-S/vanilla.json, ...        the options of each run
+OUT/records.jsonl                   records of all runs, in the format of `kvshift reproduce`
+OUT/step_time.json, samples.json    written when all runs are finished
+OUT/report.html, table.md, summary.json, curves.png, ...    made from the files above; see `analysis.report`
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.analysis.comparison import explanation, table
+from kvshift.lab.analysis.comparison import legend, table
 from kvshift.lab.analysis.report import run_folder, verdicts, write_report
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.compare.compare_config import CompareConfig
@@ -34,7 +34,7 @@ from kvshift.lab.variants.by_name import with_variant
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
-    """Train what is not trained yet, measure, and draw the report.
+    """Train the models that are not trained yet, measure them, and write the report.
 
     Returns:
         The numbers of `OUT/summary.json`; see `kvshift.lab.analysis.comparison.summarize`.
@@ -75,7 +75,7 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
 
 
 def jobs_of(config: CompareConfig) -> list[TrainingProcess]:
-    """Each variant with each seed."""
+    """Return a job for each variant with each seed."""
     seeds = range(config.train.seed, config.train.seed + config.seeds)
     runs = [(seed, variant) for seed in seeds for variant in config.variants]
     return [
@@ -89,10 +89,10 @@ def jobs_of(config: CompareConfig) -> list[TrainingProcess]:
 
 
 def child_config(train: TrainConfig, seed: int, variant: str, *, equal_parameters: bool = False) -> TrainConfig:
-    """Options of one run; twins differ in `out`, in what `with_variant` says and, if asked for, in MLPs' width."""
+    """Return the options of one run. Runs differ in `out`, variant, seed and, if requested, the width of their MLPs."""
     model = with_variant(train.model, variant)
     if variant == "kv-shift" and train.init_from is None:
-        model = dataclasses.replace(model, shift_targets=train.model.shift_targets)  # None: what size or file says
+        model = dataclasses.replace(model, shift_targets=train.model.shift_targets)  # None: taken from the size or file
     if equal_parameters:
         from kvshift.lab.variants.building import with_vanilla_parameters
 
@@ -101,10 +101,10 @@ def child_config(train: TrainConfig, seed: int, variant: str, *, equal_parameter
 
 
 def _adopt_folder(config: CompareConfig) -> None:
-    """Write down what all twins share, or find that it is what was written down before."""
+    """Write the shared options to the folder. Raise a LabError if the folder belongs to other options."""
     path = config.train.out / "compare.json"
     options = to_json(config.train)
-    if config.equal_parameters:  # which comparisons of before do not name
+    if config.equal_parameters:  # absent from older comparisons
         options["equal_parameters"] = True
     if RunFolder(config.train.out).config.exists():
         raise LabError(f"out: {config.train.out} holds a run of kvshift train; choose another folder")
@@ -121,7 +121,7 @@ def _adopt_folder(config: CompareConfig) -> None:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Without the bars of transformers, which a small model fills before one sees them."""
+    """Hide the progress bars of transformers inside the block: small models fill them before they are visible."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -159,7 +159,7 @@ def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
 
 
 def _show(out: Path, summary: dict[str, Any]) -> None:
-    print(f"\n{as_text(table(summary), rule=True)}\n\n{explanation(summary)}\n")
+    print(f"\n{as_text(table(summary), rule=True)}\n\n{legend(summary)}\n")
     print(f"Validation loss: {verdicts(summary)}.\n")
     if (out / "samples.json").exists():
         samples = read_json(out / "samples.json")

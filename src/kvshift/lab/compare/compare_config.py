@@ -20,37 +20,37 @@ from kvshift.lab.variants.by_name import VARIANTS, find_entry, refinements
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """A comparison. The same command, given again, resumes where it was stopped; finished runs are kept."""
+    """A comparison. Repeating the same command resumes it; finished runs are kept."""
 
     train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(
         default_factory=lambda: TrainConfig(out=Path("runs/compare"), steps=400)
     )
-    """Options that all models share. `out` is the folder of the comparison, `seed` the first seed, and `model.shift_*`
-    configures kv-shift alone."""
+    """Options that all models share. `out` is the folder of the comparison, `seed` is the first seed, and
+    `model.shift_*` affects only kv-shift."""
     variants: Annotated[
         tuple[str, ...],
         tyro.conf.arg(help=f"Two or more of {', '.join(VARIANTS)}. All others are compared with the first."),
     ] = ("vanilla", "kv-shift")
     equal_parameters: bool = False
-    """Give each variant as many parameters as vanilla, by narrower MLPs, to within half a unit of their width (3 E
-    parameters per layer). Otherwise all MLPs have the same width."""
+    """Narrow the MLPs so that each variant has as many parameters as vanilla, to within half a unit of width (one unit
+    is 3 E parameters per layer). Otherwise all MLPs have the same width."""
     seeds: int = 1
-    """Runs of each variant, with seeds `seed`, `seed` + 1 and so on; 3 or more give a 95 % interval."""
+    """Number of runs of each variant, with seeds `seed`, `seed` + 1 and so on; 3 or more give a 95 % interval."""
     step_time_seconds: float = 15.0
-    """Seconds to spend at the end on timing a training step of all models, alternately. 0: no timing."""
+    """Seconds to spend on timing training steps of all models in turn, after training. 0: no timing."""
     prompt: str | None = None
     """Prompt of the samples. None: the first 16 tokens of the validation text."""
     sample_tokens: int = 120
-    """Tokens of each sample. 0: no samples."""
+    """Number of tokens in each sample. 0: no samples."""
     temperature: float = 0.8
     """Sampling temperature. 0: always the most likely token."""
 
     def check_paths(self) -> None:
-        """Raise a LabError for text that is there and cannot be read."""
+        """Raise a LabError for text that exists but cannot be read."""
         self.train.check_paths()
 
     def check(self) -> None:
-        """Raise a LabError that names the field, its value, and what it may be."""
+        """Raise a LabError that names a wrong field, its value and the allowed values."""
         if self.seeds < 1:
             raise LabError(f"seeds must be 1 or more, got {self.seeds}")
         for name in ("step_time_seconds", "sample_tokens", "temperature"):
@@ -68,9 +68,9 @@ class CompareConfig:
         self.train.check()
 
     def with_seeds(self, seeds: int) -> str:
-        """The command, as a shell reads it, that runs this comparison on; finished runs are kept.
+        """Return the shell command that continues this comparison with `seeds` seeds; finished runs are kept.
 
-        What the twins share is read from the compare.json in their folder.
+        The command reads the options that all models share from compare.json in the folder of the comparison.
         """
         called = Path(sys.argv[0])
         program = [str(called)] if called.name == "kvshift" else ["python", "-m", "kvshift"]

@@ -1,4 +1,4 @@
-"""A sample of text from each of several trained models, with one prompt and one seed."""
+"""Samples of text from several trained models, with the same prompt and seed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def sample(
     """Continue one prompt with the final model of each run, on the CPU.
 
     Args:
-        folders: finished runs on the same data.
-        prompt: None: the first 16 tokens of the validation text.
-        tokens: how many to generate; fewer where the model ends the text itself.
-        temperature: 0 takes the likeliest token each time.
-        seed: each model draws from a generator set to it.
+        folders: folders of finished runs on the same data.
+        prompt: text to continue; None for the first 16 tokens of the validation text.
+        tokens: maximum number of generated tokens; there are fewer if the model ends the text.
+        temperature: sampling temperature; 0 for the most likely token each time.
+        seed: seed of the generator of each model.
 
     Returns:
-        "prompt", "seed", "temperature", and "texts" by the names of the models, without the prompt.
+        "prompt", "seed", "temperature", and "texts" without the prompt, by the names of the models.
     """
     config = read_run(next(iter(folders.values()))).options()
     data = load_text_data(config.data, seed=config.seed, tokenizer_folder=next(iter(folders.values())) / "tokenizer")

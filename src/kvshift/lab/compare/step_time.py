@@ -1,8 +1,8 @@
-"""How long a training step of each of several models takes, side by side.
+"""Time of a training step of several models, measured side by side.
 
-Runs, one after the other, cannot be compared by their times: other work on the machine, the clock and the heat of
-the CPU differ. Here all models stand in one process and are timed beside each other on the same sequences, as in
-`kvshift bench` (`kvshift.lab.compare.timing`).
+The times of successive runs are not comparable, because other work on the machine, the clock rate and the temperature
+of the CPU differ. Here all models are in one process and take turns on the same sequences, as in `kvshift bench`
+(`kvshift.lab.compare.timing`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvshift.lab.runs.run import read_run
 from kvshift.lab.training.optimizer import adamw, recompute_activations
 from kvshift.lab.training.train_config import TrainConfig
 
-_LEAST_SECONDS = 0.15  # of steps in a row: long against the clock's resolution, short against changes of the machine
+_LEAST_SECONDS = 0.15  # of consecutive steps: longer than the clock's resolution, shorter than changes of the machine
 _FEWEST_ROUNDS = 5
 
 
@@ -32,11 +32,11 @@ def measure_step_time(folders: Mapping[str, Path], seconds: float) -> dict[str, 
     """Compare a step (forward, backward, clipping, AdamW) of finished runs on the same sequences.
 
     Args:
-        folders: of runs by name, the baseline first; their final models are trained on, in memory only.
-        seconds: to measure for; 5 rounds are measured in any case.
+        folders: folders of runs by name, the baseline first; their final models are trained further, only in memory.
+        seconds: measuring time; at least 5 rounds are measured.
 
     Returns:
-        What `side_by_side` returns, with "batch_rows" and "device".
+        The result of `side_by_side`, with "batch_rows" and "device".
     """
     baseline = next(iter(folders.values()))
     config = read_run(baseline).options()
@@ -73,14 +73,14 @@ def side_by_side(steps: Mapping[str, Callable[[int], object]], clock: Clock, sec
     """Time functions in rounds of A B B A, or A B C C B A.
 
     Args:
-        steps: the baseline first.
-        clock: of both.
-        seconds: to measure for.
+        steps: functions by name, the baseline first.
+        clock: clock for all of them.
+        seconds: measuring time.
 
     Returns:
-        "ratios" of all but the first, by name: "ratio", the median over rounds of its time to the first's, with its
-        quartiles "low" and "high"; "rounds"; "steps_per_turn": of the first, in a row; "milliseconds": median of
-        each, per step.
+        "ratios" of all but the baseline, by name: "ratio", the median over rounds of its time to the baseline's, and
+        the quartiles "low" and "high"; "rounds", their number; "steps_per_turn", consecutive calls of the baseline;
+        "milliseconds", the median time of each for one step.
     """
     found = measure(steps, clock, _FEWEST_ROUNDS, seconds=seconds, least_seconds=_LEAST_SECONDS, there_and_back=True)
     for name, times in found.items():

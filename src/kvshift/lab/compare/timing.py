@@ -1,11 +1,11 @@
-"""Clocks, rounds and quartiles: how implementations of one thing are timed beside each other.
+"""Timing implementations of the same function side by side, with clocks, rounds and quartiles.
 
-Other work on a machine, its clock and its heat change from second to second. So all implementations are called one
-after the other in each round; a round gives each of them a time, and a ratio to the baseline's of the same round, and
-medians over rounds count. Neither `torch.utils.benchmark` nor `triton.testing.do_bench` can do that: each times one
-function alone, to the end. As a clock of single calls within a round they do not serve either: `Timer.timeit` makes two
-more calls before each that it times, which for training steps is three times the work, and `do_bench` clears the cache
-and waits before each call. Where nothing is compared round by round (`kvshift.benchmarks.tilings`), `do_bench` serves.
+Other work on a machine, its clock rate and its temperature change from second to second. Therefore each round calls all
+implementations one after the other. It gives a time for each of them and a ratio to the baseline of the same round; the
+results are medians over rounds. `torch.utils.benchmark` and `triton.testing.do_bench` cannot do this: each times one
+function from start to end. They are also unsuitable for timing single calls within a round: `Timer.timeit` makes two
+more calls before each timed call, which triples the work for training steps, and `do_bench` clears the cache and waits
+before each call. Where times are not compared by round (`kvshift.benchmarks.tilings`), `do_bench` is used.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Protocol
 
 import torch
 
-_MOST_CALLS = 20  # in a row: a CUDA stream takes about a thousand launches before it makes the host wait
+_MOST_CALLS = 20  # in a row: a CUDA stream queues about a thousand launches before it blocks the host
 _LONGEST_HEAD_START = 1.0  # seconds
 
 
 class Clock(Protocol):
-    """Times calls."""
+    """A clock that times calls."""
 
     def time(self, run: Callable[[int], object], first: int, count: int) -> tuple[float, float | None]:
         """Call run(first), run(first + 1) ... `count` times.
 
         Returns:
-            Seconds of one call; and seconds that the host takes to make it, where that is something else.
+            Seconds of one call, and seconds that the host takes to launch it, or None if there is no difference.
         """
         ...
 
 
 class WallClock:
-    """What a user waits for."""
+    """A clock of the time that a user waits."""
 
     def __init__(self, wait: Callable[[], object] = lambda: None, now: Callable[[], float] = time.perf_counter) -> None:
         """`wait` blocks until the device is done; `now` is the clock, in seconds."""
@@ -53,11 +53,11 @@ class WallClock:
 
 
 class EventClock:
-    """How long a CUDA device works, however slow the host is to ask for it.
+    """A clock of the time that a CUDA device works, independent of how slowly the host launches the work.
 
-    The device first spins, so that all calls stand in its queue when it comes to the first of them. A head start that
-    was over too soon is doubled, and the calls are repeated; calls that themselves wait for the device can
-    have none.
+    The device first spins, so that all calls are queued when it begins the first of them. If it stops spinning too
+    early, the time is at least doubled and the calls are repeated, up to `_LONGEST_HEAD_START`: calls that synchronize
+    with the device can never be queued in advance.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,18 +95,18 @@ class EventClock:
         return torch.cuda.Event(enable_timing=True)
 
     def _spin(self, cycles: int) -> None:
-        torch.cuda._sleep(cycles)  # PyTorch's own tests of streams use it; there is no public one
+        torch.cuda._sleep(cycles)  # used by PyTorch's tests of streams; there is no public equivalent
 
 
 @dataclass
 class Times:
-    """Of one implementation: seconds of a call, by round.
+    """The times of one implementation.
 
     Attributes:
-        seconds: of the rounds that count.
-        host: seconds that the host takes to make a call, where the clock tells.
-        calls: in a row, in each round.
-        failure: what it failed with, if it did.
+        seconds: seconds of a call, for each round after the warm-up.
+        host: seconds that the host takes to launch a call, if the clock measures it.
+        calls: number of consecutive calls in each round.
+        failure: error of the implementation, or None.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -125,17 +125,17 @@ def measure(
     warm_up: int = 2,
     there_and_back: bool = False,
 ) -> dict[str, Times]:
-    """Time several implementations of one thing beside each other.
+    """Time several implementations of the same function side by side.
 
     Args:
-        implementations: each is called with a number that counts up: for choosing among sets of inputs.
-        clock: of all of them.
-        rounds: that count.
-        seconds: rounds are added until so many have been spent in those that count.
-        least_seconds: each is called as often in a row as fills them, 20 times at most.
-        warm_up: rounds of one call each that come before and do not count.
-        there_and_back: call them in order and then in reverse order in each round (A B B A), whose times are the means:
-            a machine that slows down or speeds up evenly then does so to all alike.
+        implementations: functions, called with an increasing number that can select one of several sets of inputs.
+        clock: clock for all of them.
+        rounds: minimum number of rounds after the warm-up.
+        seconds: minimum time spent in rounds after the warm-up; further rounds are added to reach it.
+        least_seconds: time that consecutive calls of an implementation should fill, with 20 calls at most.
+        warm_up: number of preceding rounds of one call each, whose times are discarded.
+        there_and_back: call the implementations in order and then in reverse order in each round (A B B A), and average
+            their times, so that a machine that slows down or speeds up evenly affects all of them alike.
     """
     found = {name: Times() for name in implementations}
     number, spent = 0, 0.0
@@ -151,7 +151,7 @@ def measure(
                 continue
             try:
                 each, host = clock.time(implementations[name], number, times.calls if counts else 1)
-            except Exception as error:  # one that runs out of memory must not end the others
+            except Exception as error:  # one that runs out of memory must not stop the others
                 times.failure = describe(error)
                 continue
             number += times.calls
@@ -169,14 +169,14 @@ def measure(
 
 
 def describe(error: BaseException) -> str:
-    """Kind and first line of an error."""
+    """Return the type and the first line of an error, with at most 300 characters."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 @dataclass(frozen=True)
 class Quartiles:
-    """Median and the quartiles around it."""
+    """The median, and the lower and upper quartile."""
 
     low: float
     median: float
@@ -184,12 +184,12 @@ class Quartiles:
 
 
 def quartiles(values: list[float]) -> Quartiles:
-    """Of one value or more."""
+    """Return the quartiles of one or more values."""
     if len(values) == 1:
         return Quartiles(values[0], values[0], values[0])
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
 def ratios(times: Times, baseline: Times) -> Quartiles:
-    """Of the ratios of single rounds."""
+    """Return the quartiles of the ratios of single rounds."""
     return quartiles([one / other for one, other in zip(times.seconds, baseline.seconds, strict=True)])

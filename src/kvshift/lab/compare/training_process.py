@@ -1,4 +1,4 @@
-"""One run of a comparison: `kvshift train` in a process of its own, whose peak memory is its own, and so is its end."""
+"""One run of a comparison: `kvshift train` in a separate process, which isolates its peak memory and its failures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvshift.lab.runs.run import is_finished
 from kvshift.lab.study.jobs import RunJob
 from kvshift.lab.training.train_config import TrainConfig
 
-# -P: `-m` alone would import what lies in the current directory before what is installed.
+# Without -P, `-m` would import from the current directory before installed packages.
 _TRAIN = (sys.executable, "-P", "-m", "kvshift", "train")
 
 
 class TrainingError(LabError):
-    """A training process failed; it has said why, and its exit code is ours."""
+    """A training process failed. It has printed the reason, and this process exits with the same code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -38,18 +38,18 @@ class TrainingError(LabError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProcess(RunJob):
-    """Train one model by `kvshift train`, which is handed its options as a file beside the folder of the run.
+    """Train one model with `kvshift train`, which reads its options from a file beside the folder of the run.
 
     Attributes:
-        config: its `out` is the folder of the run.
-        place: among the runs of the comparison: "1 of 2".
+        config: options of the run; `out` is its folder.
+        place: position among the runs of the comparison: "1 of 2".
     """
 
     config: TrainConfig
     place: str
 
     def is_finished(self, out: Path) -> bool:
-        """Its options are those of the comparison, which compares them."""
+        """Return True if the run is finished; `compare` has already checked its options."""
         return is_finished(out)
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
@@ -68,11 +68,11 @@ class TrainingProcess(RunJob):
         say(f"\n{label}: kvshift train {shlex.join(arguments)}")
         code = _run([*_TRAIN, *arguments])
         if code == LabError.exit_code and not RunFolder(out).config.exists():
-            options.unlink()  # nothing began
-            with suppress(OSError):  # of a seed that has another run
+            options.unlink()  # the run has not started
+            with suppress(OSError):  # the seed has another run
                 options.parent.rmdir()
         if code != 0:
-            number = -code if code < 0 else code - 128  # of the signal, if it was one
+            number = -code if code < 0 else code - 128  # of the signal, if there was one
             how = f"signal {signal.Signals(number).name}" if number in list(signal.Signals) else f"exit code {code}"
             if number == signal.SIGKILL:
                 how += " (which a system sends that is out of memory)"
@@ -84,14 +84,14 @@ class TrainingProcess(RunJob):
 
 
 def _run(command: list[str]) -> int:
-    """Exit code of a child that is handed each signal to end which this process is sent."""
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
+    """Run a command and return its exit code; signals that end this process are forwarded to it."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals only in the main thread
         return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-    # In a process group of its own a child is sent one signal at Ctrl-C, by us, and not a second one by the terminal,
-    # at which it would end without the checkpoint that it writes at the first.
+    # On Ctrl-C the child must get only the signal forwarded here: at a second one, from the terminal, it would end
+    # without writing the checkpoint that it writes at the first. Hence it has a separate process group.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heard = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores the last
+    heard = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
     before = {number: signal.signal(number, lambda number, frame: process.send_signal(number)) for number in heard}
     try:
         return process.wait()
@@ -101,9 +101,9 @@ def _run(command: list[str]) -> int:
 
 
 def _wait_until_free(folder: Path, label: str) -> None:
-    """Where this process was killed outright, its child trains on: that run is waited for, then continued or taken."""
+    """Wait until no process trains in `folder`. If `kvshift compare` is killed, its child continues to train."""
     waited = False
-    while folder.exists():  # the lock would make it
+    while folder.exists():  # locking would create the folder
         try:
             with RunFolder(folder).locked():
                 return

@@ -1,1 +1,1 @@
-"""What every part of the lab needs, and which needs none of them: errors, messages, seeds, files, statistics."""
+"""Modules that all parts of the lab use and that depend on none of them: errors, messages, seeds, files, statistics."""

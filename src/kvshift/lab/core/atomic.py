@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or, however the process ends, as they were before."""
+"""Atomic writes: however the process ends, a file or folder is either complete or unchanged."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvshift.lab.core.errors import LabError, RunFailedError
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a file that is there whole or, however the process ends, not at all."""
+    """Write a JSON file atomically: however the process ends, the file is either complete or unchanged."""
     write_bytes(path, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in a file; raises LabError that names the file."""
+    """Return the JSON in a file. Raise a LabError that names the file if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -27,7 +27,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """As `write_json`, for any content."""
+    """Write a file atomically, like `write_json`, with any content."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -37,13 +37,13 @@ def write_bytes(path: Path, content: bytes) -> None:
         part.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        with suppress(OSError):  # of a file system that cannot be written to
+        with suppress(OSError):  # the file system may be read-only
             part.unlink(missing_ok=True)
         raise RunFailedError(f"{path} could not be written: {error}; what was written before is kept") from error
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and what is in it, where there is one; of a symbolic link, only the link."""
+    """Remove a folder and its contents, if it exists; if it is a symbolic link, remove only the link."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -52,12 +52,12 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which then is `out`: there whole or, however the block ends, not at all.
+    """Yield a temporary folder that becomes `out` if the block succeeds, and is removed if it fails.
 
     Raises:
-        LabError: it cannot be made.
+        LabError: if the folder cannot be made.
     """
-    part = out.with_name(f".{out.name}.{os.getpid()}")  # beside its place, so that a rename puts it there
+    part = out.with_name(f".{out.name}.{os.getpid()}")  # beside `out`, so that a rename suffices
     try:
         part.mkdir(parents=True)
     except OSError as error:
@@ -71,7 +71,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk itself."""
+    """Flush the directory entries of a folder to disk."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Which program runs, on what: commit, versions and hardware."""
+"""The environment of a run: commit, versions and hardware."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import kvshift
 
 
 def environment(device: torch.device, processes: int) -> dict[str, Any]:
-    """Which program runs, on what; `started` is in UTC, memory in bytes."""
+    """Describe the program and the machine that it runs on; `started` is in UTC."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -32,7 +32,7 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "processes": processes,
             "cpu": _cpu_name(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),  # of PyTorch's kernels, which decide the last bits
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # of PyTorch's kernels: decides the last bits
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "memory_bytes": _memory(),
@@ -42,7 +42,7 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of those of the packages that are installed, by name."""
+    """Return the versions of those packages that are installed, by name."""
     found = {}
     for name in packages:
         try:
@@ -53,14 +53,14 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of this package's own working tree, with "+" where files differ from it; None if installed."""
+    """Return the commit of this package's working tree, with "+" if tracked files differ from it; None if installed."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # not some repository that a .venv lies in
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails in a repository around a .venv
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,4 @@
-"""What a command tells its user when it cannot continue: a message, and the code the process exits with."""
+"""Errors with which a command ends: a message for the user and the exit code of the process."""
 
 import importlib.util
 import json
@@ -14,27 +14,27 @@ from urllib.request import url2pathname
 
 
 class LabError(Exception):
-    """A fault that the user can fix. The message names what it is about, what was found and what was expected.
+    """An error that the user can fix. The message names its subject, what was found and what was expected.
 
     The command line prints the message without a traceback and exits with `exit_code`:
-    1 for a check that found something wrong, 2 for bad input, 3 for a run that failed while it ran, 4 for a run
-    folder that is in use.
+    1 for a check that found a fault, 2 for bad input, 3 for a run that failed after it started, 4 for a run folder
+    that is in use.
     """
 
     exit_code = 2
 
 
 class RunFailedError(LabError):
-    """The run failed while it ran; what it had written before is kept."""
+    """A run failed after it started; the files that it had written before are kept."""
 
     exit_code = 3
 
 
 class DivergedError(RunFailedError):
-    """A number of the training is not finite.
+    """A value in training is not finite.
 
     Attributes:
-        step: at or after which that was seen.
+        step: training step at or after which the value was detected.
     """
 
     def __init__(self, message: str, step: int) -> None:
@@ -43,51 +43,51 @@ class DivergedError(RunFailedError):
 
 
 class FolderInUseError(LabError):
-    """Another process trains in this folder."""
+    """Another process uses this folder or file."""
 
     exit_code = 4
 
 
 class SomethingWrongError(LabError):
-    """A check ran to its end, its report is written, and something in it is wrong."""
+    """A check was completed and its report was written, but it found a fault."""
 
     exit_code = 1
 
 
 def require(holds: bool, name: str, value: Any, what: str) -> None:
-    """Raise a LabError that names an option, what it must be and its value, unless that holds."""
+    """Raise a LabError unless `holds`; it names the option, the requirement `what` and the value."""
     if not holds:
         raise LabError(f"{name} must be {what}, got {value!r}")
 
 
 def require_new(out: Path) -> None:
-    """Raise a LabError unless a folder is not there yet, or is empty."""
+    """Raise a LabError unless a folder is empty or does not exist."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise LabError(f"out must be a folder that is not there yet, or is empty; {out} is there")
 
 
 def require_unicode(text: str, name: str) -> None:
-    """Raise a LabError that names an option or a line, unless its text can be written as UTF-8."""
+    """Raise a LabError unless the text of an option or a line, `name`, can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        # How Python takes a byte of the command line that is not UTF-8; any other has been written as an escape.
+        # Python decodes a command-line byte that is not UTF-8 to U+DC80 ... U+DCFF; other surrogates come from escapes.
         what = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a surrogate pair, U+{code:X}"
         raise LabError(f"{name} is not UTF-8: character {error.start} is {what}") from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What an error says of a name that is not known: the one that was probably meant, else all there are."""
+    """Return a hint for an unknown name: the most similar known name, or all known names if none is similar."""
     known = list(known)
     close = get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 def install_command(extra: str) -> str:
-    """The pip command that adds one of the package's extras, from wherever the package itself was installed.
+    """Return the pip command that installs an extra from the same source as the package itself.
 
-    pip writes down where that was (direct_url.json), unless it was an index.
+    pip records the source in direct_url.json, unless it is a package index.
     """
     try:
         text = distribution("kvshift").read_text("direct_url.json")
@@ -106,14 +106,14 @@ def install_command(extra: str) -> str:
 
 
 def require_importable(what: str, packages: Iterable[str], command: str) -> None:
-    """Raise a LabError that says how to install those of the packages that are missing, which `what` needs."""
+    """Raise a LabError if packages that `what` needs are missing; it names them and the install command."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise LabError(f"{what} needs the packages {', '.join(missing)}: {command}")
 
 
 def missing_package(error: BaseException | None) -> LabError | None:
-    """What to tell the user of an import that failed; None unless one of the package's extras would mend it."""
+    """Return the error for a failed import, with the pip command for the missing extra; None if no extra would help."""
     extras: dict[str, set[str]] = defaultdict(set)
     for line in requires("kvshift") or ():
         found = re.match(r"""([\w-]+).*extra == ["']([\w-]+)["']""", line)

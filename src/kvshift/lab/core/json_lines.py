@@ -1,17 +1,17 @@
-"""Files of JSON lines, a record a line: each is there whole, or not at all.
+"""JSON Lines files, with one record on each line, written completely or not at all.
 
-There is one policy for the metrics of a run, the records of recipes, the rows of benchmarks, generated continuations
-and answers to benchmarks:
+The metrics of a run, the records of recipes, the rows of benchmarks, generated continuations and answers to benchmarks
+all follow one policy:
 
-- Lines are appended whole. If the disk takes only a part of them, or none, that part is cut off again and a
-  RunFailedError names the file; the lines before it stay as they are.
-- When `append` returns, its lines are on the disk itself. A file whose lines are cheaper to lose than to wait for has
-  `sync_seconds`: so many seconds of work may be lost in a power failure, and none if only the process is killed.
-- Where several processes might write to a file, one at a time does: under the lock of its folder (`RunFolder.locked`),
-  or under one of its own (`open_locked`).
-- A last line without an end, left by a process that was killed, is not a record: `JSONLines.read` leaves it out, and
-  `JSONLines.keep` or the next `append` cuts it off.
-- A file that changes otherwise than at its end is replaced as a whole (`write_lines`).
+- Lines are appended completely. If the disk takes only a part of them, that part is removed again and a RunFailedError
+  names the file; earlier lines are unchanged.
+- When `append` returns, its lines have been flushed to disk. A file whose lines are cheaper to lose than to wait for
+  has `sync_seconds`: a power failure may lose that many seconds of work, but a killed process loses none.
+- If several processes might write to a file, only one does at a time, under the lock of its folder
+  (`RunFolder.locked`) or under a separate lock (`open_locked`).
+- A last line without a line end, left by a killed process, is not a record: `JSONLines.read` skips it, and
+  `JSONLines.keep` or the next `append` removes it.
+- A file that changes anywhere but at its end is replaced as a whole (`write_lines`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
 
 
 class JSONLines:
-    """A file of JSON lines, open for appending.
+    """A JSON Lines file, open for appending.
 
     Attributes:
-        path: of the file.
-        is_device: whether it is a device or a pipe, from which nothing is read.
-        count: lines that were read and kept, or appended.
+        path: path of the file.
+        is_device: whether the file is a device or a pipe, from which nothing is read.
+        count: number of lines that were read and kept, or appended.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class JSONLines:
         failure: str = "{path} could not be written: {error}; what was written before is kept",
         **dumps: Any,
     ) -> None:
-        """Open the file; nothing is changed yet.
+        """Open the file without changing it.
 
         Args:
-            path: created if missing. Nothing is read back from a device or a pipe, such as /dev/null.
-            sync_seconds: least time between two waits for the disk; infinite: only `sync` waits.
-            failure: the message of an error, with the fields path, error and count.
+            path: path of the file, which is created if missing. A device or pipe, such as /dev/null, is not read.
+            sync_seconds: minimum time between two flushes to disk; if infinite, only `sync` flushes.
+            failure: message of an error, with the fields path, error and count.
             dumps: options of `json.dumps` besides ensure_ascii=False and allow_nan=False.
         """
         self.path, self._sync_seconds, self._failure = path, sync_seconds, failure
@@ -64,46 +64,46 @@ class JSONLines:
         self.count = 0
 
     def read(self) -> list[bytes]:
-        """The lines that are whole, without their ends."""
+        """Return the complete lines, without line ends."""
         self._file.seek(0)
         return self._file.read().split(b"\n")[:-1]
 
     def keep(self, lines: Sequence[bytes]) -> None:
-        """Cut off what lies behind `lines`, the first that `read` has returned."""
+        """Truncate the file behind `lines`, the first of the lines that `read` has returned."""
         self.count, self._end = len(lines), sum(len(line) + 1 for line in lines)
         self._file.truncate(self._end)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line for each record, or none.
+        """Append a line for each record, or none at all.
 
         Raises:
-            RunFailedError: they could not be written.
-            ValueError: JSON cannot hold a number that is not finite.
+            RunFailedError: if the lines could not be written.
+            ValueError: if a number is not finite, which JSON cannot represent.
         """
         lines = [json.dumps(record, **self._dumps).encode() + b"\n" for record in records]
         content = b"".join(lines)
         rest = memoryview(content)
         try:
             self._cut()
-            while rest:  # without a buffer, a file takes as much as there is room for
+            while rest:  # an unbuffered file may write only a part
                 rest = rest[self._file.write(rest) :]
             if time.monotonic() - self._synced >= self._sync_seconds:
                 self.sync()
         except OSError as error:
-            with suppress(OSError):  # then the next call does it
+            with suppress(OSError):  # the next call tries again
                 self._cut()
             raise RunFailedError(self._failure.format(path=self.path, error=error, count=self.count)) from error
         self._end += len(content)
         self.count += len(lines)
 
     def sync(self) -> None:
-        """Have all lines on the disk itself."""
+        """Flush all lines to disk."""
         if not self.is_device:
             os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Close the file; no line waits in a buffer for this."""
+        """Close the file. No lines are buffered."""
         with suppress(OSError):
             self._file.close()
 
@@ -114,23 +114,23 @@ class JSONLines:
         self.close()
 
     def _cut(self) -> None:
-        """Remove what was left of a line that could not be written."""
+        """Remove the remains of lines that could not be written completely."""
         if not self.is_device and self._file.seek(0, os.SEEK_END) > self._end:
             self._file.truncate(self._end)
 
 
 @contextmanager
 def open_locked(path: Path, option: str, **options: Any) -> Iterator[JSONLines]:
-    """A file of JSON lines that no other process opens like this at the same time; a device needs no lock.
+    """Open a JSON Lines file under a lock that excludes other processes; a device needs no lock.
 
     Args:
-        path: created if missing.
-        option: the name that errors give it.
-        options: of `JSONLines`.
+        path: path of the file, which is created if missing.
+        option: name of the option that gave the path, for error messages.
+        options: keyword arguments of `JSONLines`.
 
     Raises:
-        FolderInUseError: another process has it open.
-        LabError: it cannot be opened; nothing is left beside it.
+        FolderInUseError: if another process holds the lock.
+        LabError: if the file cannot be opened or locked; a new file is removed again.
     """
     new = not path.exists()
     try:
@@ -146,7 +146,7 @@ def open_locked(path: Path, option: str, **options: Any) -> Iterator[JSONLines]:
             lock.acquire(timeout=0)
         except Timeout as error:
             raise FolderInUseError(f"{option}: another process writes to {path}") from error
-        except OSError as error:  # such as a name that is too long with ".lock" behind it
+        except OSError as error:  # for example, the name is too long with ".lock" appended
             if new:
                 path.unlink()
             raise LabError(f"{option}: {path} cannot be written: {error}") from error
@@ -155,7 +155,7 @@ def open_locked(path: Path, option: str, **options: Any) -> Iterator[JSONLines]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines; raises LabError that names file and line."""
+    """Yield the objects in a JSON Lines file. Raise a LabError that names the file and line of an error."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -168,12 +168,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]], **dumps: Any) -> None:
-    """Write all lines again; the file is whole or as it was.
+    """Replace all lines of a file atomically.
 
     Args:
-        path: its folder is created if missing.
-        records: a line each.
-        dumps: as in `JSONLines`.
+        path: path of the file; its folder is created if missing.
+        records: one record for each line.
+        dumps: options of `json.dumps`, as in `JSONLines`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     options = {"ensure_ascii": False, "allow_nan": False, **dumps}

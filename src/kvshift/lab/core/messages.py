@@ -1,4 +1,4 @@
-"""What a command says while it works: on stderr, for stdout holds what it was asked for."""
+"""Progress messages of a command, on stderr: stdout is reserved for its results."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 
 
 def say(text: str, *, command: str | None = None) -> None:
-    """Print a line at once, with the name of the command before it where one is given."""
+    """Print a line immediately, with the name of the command in front if it is given."""
     print(text if command is None else f"kvshift {command}: {text}", file=sys.stderr, flush=True)
 
 
-def say_nothing(text: str) -> None:
-    """In place of `say` where another says it, or has said it."""
+def quiet(text: str) -> None:
+    """Print nothing: a replacement for `say` if the message is printed elsewhere."""

@@ -1,10 +1,10 @@
-"""Options: frozen dataclasses whose fields say, beside type and default, what an option counts for.
+"""Options: frozen dataclasses whose fields have metadata on how an option affects a run.
 
-A field of which nothing is said decides numbers. What else there is to say of one stands at the field:
+By default an option affects the results of a run. The metadata of a field declare anything else:
 
     report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE)
 
-From that follow the hash of a run, with which options a folder is resumed, and what is written down of them.
+The metadata determine the hash of a run, the options with which it can be resumed, and the options that are recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvshift.lab.core.errors import LabError
 
 
 class Meaning(Enum):
-    """What can be said of an option."""
+    """Properties of an option."""
 
     DECIDES_NOTHING = "no number that is computed depends on it: it may differ between a run and its continuation"
     OF_THE_MACHINE = "it is about where a run takes place: the records of a study leave it out"
@@ -34,7 +34,7 @@ class Meaning(Enum):
 
 
 def means(*meanings: Meaning) -> dict[str, bool]:
-    """The metadata of a field of which that is to be said."""
+    """Return the metadata of a field with these properties."""
     return {meaning.name: True for meaning in meanings}
 
 
@@ -44,28 +44,28 @@ CALL = means(Meaning.OF_THE_CALL)
 LATE = means(Meaning.LATE)
 
 RECORDED = ("config_hash", "data_facts", "extended")
-"""What a run records beside its options."""
+"""Entries that a run records in addition to its options."""
 
 
 @cache
 def option_names(options: type, meaning: Meaning) -> frozenset[str]:
-    """The fields of a dataclass of which that is said."""
+    """Return the names of the fields of a dataclass that have this property."""
     return frozenset(item.name for item in dataclasses.fields(options) if item.metadata.get(meaning.name))
 
 
 @cache
 def _groups(options: type) -> Mapping[str, type]:
-    """The fields of a dataclass that are groups of options, with their dataclasses."""
+    """Return the fields of a dataclass that are groups of options, with their dataclasses."""
     hints = get_type_hints(options)
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
 def options_hash(options: type, values: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits over all that decides numbers.
+    """Return a hash, as 16 hexadecimal digits, of all options that affect results.
 
     Args:
-        options: the dataclass that says what each option counts for; an option that it does not have counts.
-        values: as `to_json` gives them.
+        options: the dataclass whose metadata describe the options; values of unknown names enter the hash.
+        values: values of the options, as returned by `to_json`.
     """
     free, late = option_names(options, Meaning.DECIDES_NOTHING), option_names(options, Meaning.LATE)
     decisive = {
@@ -79,19 +79,19 @@ def options_hash(options: type, values: Mapping[str, Any]) -> str:
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits over all of them."""
+    """Return a hash of all values, as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(
     options: type | None, old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, str]:
-    """By the name of each field whose value decides numbers and is not the same in both, a line that says so.
+    """Return a line for each field that affects results and has different values in `old` and `new`, by name.
 
     Args:
-        options: the dataclass that says which options decide none; None: all of them count.
-        old, new: as `to_json` gives them.
-        prefix: of the names.
+        options: the dataclass whose metadata describe the options; if None, all fields are compared.
+        old, new: values of the options, as returned by `to_json`.
+        prefix: prefix of the names.
     """
     lines: dict[str, str] = {}
     free: Set[str] = frozenset() if options is None else option_names(options, Meaning.DECIDES_NOTHING)
@@ -107,14 +107,14 @@ def differences(
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """The fields of a config as what JSON holds: paths become strings, tuples lists; without what is of one call."""
+    """Return the fields of a config as JSON values, without options of one call; paths become strings, tuples lists."""
     of_the_call = option_names(type(config), Meaning.OF_THE_CALL)
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in of_the_call}
     return json.loads(json.dumps(values, default=str))
 
 
 def from_json(cls: type, values: Mapping[str, Any], where: str = "") -> Any:
-    """The inverse of `to_json`; a field that `cls` does not have is an error."""
+    """Return an instance of `cls` from the values of `to_json`. Raise a LabError for an unknown field."""
     hints = get_type_hints(cls)
     unknown = [name for name in values if name not in hints]
     if unknown:

@@ -1,4 +1,4 @@
-"""One seed of a run, and from it a stream of random numbers for each purpose."""
+"""Random number streams for each purpose, all derived from one seed of a run."""
 
 import hashlib
 
@@ -6,13 +6,13 @@ import torch
 
 
 def seed_for(purpose: str, seed: int) -> int:
-    """A seed of 32 bits that belongs to this purpose and this seed of a run.
+    """Return a 32-bit seed for this purpose and this seed of a run.
 
-    (torch's generator on a CPU looks at the lower 32 bits of its seed alone, so they must differ.)
+    (torch's CPU generator uses only the lower 32 bits of its seed, so they must differ.)
     """
     return int.from_bytes(hashlib.sha256(f"{purpose} {seed}".encode()).digest()[:4], "big")
 
 
 def generator_for(purpose: str, seed: int) -> torch.Generator:
-    """A generator that shares its stream with no other purpose and no other seed."""
+    """Return a generator whose stream differs from that of any other purpose or seed."""
     return torch.Generator().manual_seed(seed_for(purpose, seed))

@@ -20,14 +20,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison has shown.
+    """The result of a comparison.
 
     Attributes:
-        outcome: the first model's loss is "lower" or "higher" than the second's; "undecided" with one seed, or
-            seeds that do not vary.
+        outcome: "lower" or "higher" if the first model's loss is lower or higher than the second's, "no difference
+            shown" if the interval contains 0, and "undecided" with one seed or seeds that do not vary.
         text: the outcome in words, with its numbers.
-        difference: mean over seeds.
-        low, high: ends of the interval of the difference; None where there is none.
+        difference: mean difference over seeds.
+        low, high: ends of the interval of the difference; None if there is no interval.
+        seeds: number of seeds.
     """
 
     outcome: Literal["lower", "higher", "no difference shown", "undecided"]
@@ -39,7 +40,7 @@ class Verdict:
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Mean and standard error of independent values."""
+    """Return the mean and standard error of independent values."""
     _check(values)
     if len(values) == 1:
         return Estimate(float(values[0]), None, 1)
@@ -47,11 +48,11 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], weights: Sequence[float]) -> Estimate:
-    """Weighted mean of `ours[i] - theirs[i]`, such as the loss of sequences by their tokens, with its standard error.
+    """Return the weighted mean of `ours[i] - theirs[i]` and its standard error.
 
         d = sum(w_i d_i) / sum(w_i),  stderr = std(w_i (d_i - d)) / (mean(w) sqrt(n))
 
-    which for equal weights is that of a plain mean.
+    An example is the loss of sequences, weighted by their tokens. With equal weights, this is the plain mean.
     """
     if not len(ours) == len(theirs) == len(weights):
         raise ValueError(f"pairs need as many values on both sides, got {len(ours)}, {len(theirs)}, {len(weights)}")
@@ -66,7 +67,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], weights: S
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Student's interval for the mean of two or more independent, roughly normal values."""
+    """Return Student's t-interval for the mean of two or more independent, roughly normal values."""
     from scipy.stats import t  # takes half a second to import
 
     if not 0 < confidence < 1:
@@ -79,10 +80,10 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float
 
 
 def difference_interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % t-interval of the mean of differences between two models, one for each seed.
+    """Return the 95 % t-interval of the mean difference between two models, from one difference for each seed.
 
-    None where there is none: of one seed, and of seeds that all differ by exactly the same other than 0; equal to the
-    last bit, they are not separate runs.
+    Return None with a single seed, and if all seeds have exactly the same nonzero difference: runs that agree to the
+    last bit are not independent.
     """
     _check(differences)
     if len(differences) == 1 or (len(set(differences)) == 1 and differences[0] != 0):
@@ -93,16 +94,16 @@ def difference_interval(differences: Sequence[float]) -> tuple[float, float] | N
 def verdict(
     differences: Sequence[float], *, rows: Estimate | None = None, names: tuple[str, str] = ("KV-shift", "vanilla")
 ) -> Verdict:
-    """Word a comparison by its interval, never stronger.
+    """Return the verdict of a comparison, worded no more strongly than its interval allows.
 
     Args:
         differences: final loss of the first model minus that of the second, one for each seed.
-        rows: of a single seed: the same difference paired by validation sequence, for its standard error.
-        names: of the two models.
+        rows: with a single seed, the same difference paired by validation sequence, for its standard error.
+        names: names of the two models.
 
     Returns:
-        With 2 seeds or more, "lower by d" for the model whose loss is lower, if the 95 % t-interval leaves 0 out,
-        and else "no difference shown". With one seed the noise between seeds is unknown, and the text says so.
+        With 2 seeds or more, "lower by d" for the model whose loss is lower if the 95 % t-interval excludes 0, and
+        "no difference shown" otherwise. With one seed the variance between seeds is unknown, and the text says so.
     """
     _check(differences)
     mean, seeds = statistics.fmean(differences), len(differences)
@@ -141,10 +142,10 @@ def _one_seed(mean: float, rows: Estimate | None, ours: str, theirs: str) -> str
 
 
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
-    """Spearman's rank correlation of pairs: 1 where both order them alike, -1 where one reverses the other.
+    """Return Spearman's rank correlation of pairs: 1 for the same order, -1 for reversed orders.
 
-    Equal values have the mean of their ranks. None where there is no order to compare: fewer than 3 pairs, or values
-    on one side that are all equal.
+    Equal values share the mean of their ranks. Return None if there is no order to compare: with fewer than 3 pairs, or
+    if all values on one side are equal.
     """
     if len(ours) != len(theirs):
         raise ValueError(f"pairs need as many values on both sides, got {len(ours)} and {len(theirs)}")
@@ -157,9 +158,9 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float | 
 
 
 def first_reached(steps: Sequence[float], losses: Sequence[float], target: float) -> float | None:
-    """Where a curve first reaches `target` from above, interpolated linearly between its points; None if never.
+    """Return the step at which a curve first reaches `target` from above, interpolated linearly; None if it never does.
 
-    A curve that begins at or below the target is given its first point: it may have been there earlier.
+    For a curve that begins at or below the target, return its first step, an upper bound.
     """
     before: tuple[float, float] | None = None
     for step, loss in zip(steps, losses, strict=True):
@@ -179,9 +180,9 @@ def _check(values: Sequence[float]) -> None:
 
 
 def _number(value: float, *scale: float, signed: bool = False) -> str:
-    """`value` with the decimals that keep two figures of the smallest of `scale`: 4, up to 9.
+    """Format `value` with 4 to 9 decimals, enough for two significant figures of the smallest number in `scale`.
 
-    Rounded to fewer, the near end of an interval could read 0.0000 where it is not 0.
+    With fewer decimals, the end of an interval that is closer to 0 could be printed as 0.0000.
     """
     smallest = min((abs(end) for end in (*scale, value) if end != 0), default=1.0)
     decimals = min(9, max(4, 1 - math.floor(math.log10(smallest))))

@@ -1,4 +1,4 @@
-"""Where downloads are kept for the user, whichever project they work in."""
+"""The folder for downloads, shared by all projects of a user."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def user_cache(name: str) -> Path:
-    """A folder `name` in $HF_HOME/kvshift, else $XDG_CACHE_HOME/kvshift, else ~/.cache/kvshift; it need not exist."""
+    """Return the folder `name` in $HF_HOME/kvshift, $XDG_CACHE_HOME/kvshift or ~/.cache/kvshift; it may not exist."""
     home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "kvshift" / name

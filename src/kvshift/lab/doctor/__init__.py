@@ -1,1 +1,1 @@
-"""`kvshift doctor`: what this installation would do, and whether that is right."""
+"""`kvshift doctor`: describes this installation and tests the operator."""

@@ -1,6 +1,6 @@
-"""`kvshift doctor`: versions, devices, kernels, which backend takes which call, and the operator's edge suite.
+"""`kvshift doctor`: versions, devices, kernels, the backend of each kind of call, and the operator's edge suite.
 
-Each part is printed as soon as it is known, the first before torch is imported. What raises becomes a line of the
+Each part is printed as soon as it is known, the first one before torch is imported. An exception becomes a line of the
 report.
 """
 
@@ -24,7 +24,7 @@ from kvshift.lab.core.errors import LabError, SomethingWrongError
 from kvshift.lab.doctor.doctor_config import DoctorConfig
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "vllm", "numpy")
-_VARIABLES = ("KVSHIFT_", "TRITON_", "CUDA_", "OMP_", "PYTORCH_", "TORCH")  # how those begin that change what runs
+_VARIABLES = ("KVSHIFT_", "TRITON_", "CUDA_", "OMP_", "PYTORCH_", "TORCH")  # prefixes of relevant variables
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -32,8 +32,8 @@ def doctor(config: DoctorConfig) -> None:
     """Print the report.
 
     Raises:
-        LabError: there is no such device.
-        SomethingWrongError: a part of the report could not be made, or a result of the edge suite is wrong.
+        LabError: if the device does not exist.
+        SomethingWrongError: if a part of the report could not be made, or a result of the edge suite is wrong.
     """
     wrong: list[str] = []
     report: dict[str, Any] = {}
@@ -62,19 +62,19 @@ def doctor(config: DoctorConfig) -> None:
 
 
 def _attempt(function: Callable[[], Any], name: str, wrong: list[str]) -> Any:
-    """What the function returns; where it raises, a line about that, which is wrong."""
+    """Return the result of a function. If it raises, add the error to `wrong` and return it, in one line."""
     try:
         return function()
     except LabError:
         raise
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         line = traceback.format_exception_only(error)[0].splitlines()[0]
         wrong.append(f"{name}: {line}")
         return line
 
 
 def _as_text(name: str, found: Any) -> str:
-    """A part of the report on the terminal."""
+    """Format a part of the report for the terminal."""
     if isinstance(found, dict):
         width = max(map(len, found), default=0)
         texts = {key: str(value).replace("\n", "\n" + " " * (width + 4)) for key, value in found.items()}
@@ -104,7 +104,7 @@ def _address_of_issues() -> str:
     try:
         urls = dict(url.split(", ", 1) for url in metadata("kvshift").get_all("Project-URL") or ())
         return urls["Issues"]
-    except (PackageNotFoundError, KeyError, ValueError):  # from a checkout that is not installed
+    except (PackageNotFoundError, KeyError, ValueError):  # a checkout that is not installed
         return "the project's page of issues"
 
 
@@ -135,7 +135,7 @@ def _describe(device: Any) -> str:
 
 
 def _kernels(name: str) -> dict[str, str]:
-    """Whether there are kernels for each device; if not, why not."""
+    """Return for each device whether its kernels can be used; if not, the reason."""
     import torch
 
     from kvshift.ops.cpu import kernel
@@ -155,10 +155,10 @@ def _kernels(name: str) -> dict[str, str]:
 
 
 def _backends(name: str, wrong: list[str]) -> list[dict[str, str]]:
-    """Which implementation backend "auto" takes for each kind of call."""
+    """Return the implementation that the backend "auto" selects for each kind of call."""
     rows: list[dict[str, str]] = []
     for device in _devices(name):
-        for dtype in _DTYPES if device.type == "cpu" else _DTYPES[:2]:  # on a GPU the self-test compiles for each
+        for dtype in _DTYPES if device.type == "cpu" else _DTYPES[:2]:  # the self-test on a GPU compiles for each
             for call, decide in _calls(device, dtype).items():
                 takes = _attempt(decide, f"backends: {call}, {dtype} on {device}", wrong)
                 why = _attempt(partial(_why, takes, device, dtype, call), "backends", wrong)
@@ -183,7 +183,7 @@ def _why(takes: str, device: Any, dtype: str, call: str) -> str:
         return "its kernels can take the tensors"
     if takes == "plain operations":
         return "a launch would take longer to prepare"
-    if takes != "eager":  # an error
+    if takes != "eager":  # an error message
         return "-"
     if device.type == "cpu" and "compiled" in call:
         return "the compiler fuses its operations"
@@ -192,7 +192,7 @@ def _why(takes: str, device: Any, dtype: str, call: str) -> str:
 
 
 def _calls(device: Any, dtype: str) -> dict[str, Callable[[], str]]:
-    """By what is called: a function that asks `kvshift.ops.dispatch` which implementation takes it."""
+    """Return a function for each kind of call, which returns the implementation that `kvshift.ops.dispatch` selects."""
     import torch
 
     from kvshift.ops.arguments import Call

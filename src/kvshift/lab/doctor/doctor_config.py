@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Where to look, and what to print.
+    """The devices to examine, and the format of the report.
 
     Exit code: 0 if nothing is wrong, 1 if something is, 2 for bad input.
     """

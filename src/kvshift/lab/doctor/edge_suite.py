@@ -1,4 +1,4 @@
-"""The operator's edge suite: small calls at its edges, by every backend, beside the reference in float64 on the CPU."""
+"""The operator's edge suite: edge cases on all backends, compared with the reference in float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.small_calls import HEADS, Edge, Kind, difference, outcome
 from kvshift.ops.triton.call import triton_refusal
 
-_K_SIZE, _V_SIZE = 20, 19  # longer than a vector of the CPU, and no multiple of it
+_K_SIZE, _V_SIZE = 20, 19  # longer than a vector register of the CPU, and not a multiple of its length
 
-# Where a token finds its predecessor depends on no dtype, and Triton compiles kernels anew for nearly every edge: the
-# other dtypes get these alone.
+# The index of a token's predecessor does not depend on the dtype, and Triton compiles new kernels for nearly every
+# edge: with Triton, dtypes other than bfloat16 are tested only on these edges.
 _FOR_EACH_DTYPE = {"first token", "state", "padded documents", "zero coefficients", "inference"}
 
 _DOCUMENTS = [[0, 0, 1, 1, 1, 2, 3], [5, 4, 4, 4, 4, 4, 5]]
@@ -42,7 +42,7 @@ EDGES = {
 
 
 def split_fault(kind: Kind, backend: str) -> str | None:
-    """Whether a sequence in pieces gives the bits of the whole, for every split in two, and token by token."""
+    """Return a line if a sequence in two pieces or in single tokens does not give the bits of the whole, else None."""
     k, v, alpha, beta = _sequence(kind)
     *whole, last = kv_shift(k, v, alpha, beta, backend=backend)
     length = k.shape[1]
@@ -58,7 +58,7 @@ def split_fault(kind: Kind, backend: str) -> str | None:
 
 
 def rollback_fault(kind: Kind, backend: str) -> str | None:
-    """Whether tokens that are taken back leave no trace."""
+    """Return a line if tokens that were removed by `crop` affect the next token, else None."""
     k, v, alpha, beta = _sequence(kind)
     begin = ShiftState.zeros(
         1, HEADS, kind.k_size, kind.v_size, rows=kind.window + 1, dtype=kind.dtype, device=kind.device
@@ -79,7 +79,7 @@ FAULTS = {"every split": split_fault, "state rolled back": rollback_fault}
 
 
 def _sequence(kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k, v, alpha, beta of one sequence of 5 tokens."""
+    """Return k, v, alpha and beta of a sequence of 5 tokens."""
     normal = torch.Generator().manual_seed(21)
     shapes = [(1, 5, HEADS, size) for size in (kind.k_size, kind.v_size)]
     k, v = (torch.randn(shape, generator=normal).to(kind.device, kind.dtype) for shape in shapes)
@@ -90,10 +90,12 @@ def _sequence(kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def edge_suite(
     devices: Sequence[torch.device], dtypes: Sequence[torch.dtype], wrong: list[str]
 ) -> list[dict[str, str]]:
-    """How many edges are right, by device, backend and kind of call.
+    """Return the number of edges with right results, by device, backend and kind of call.
 
     Args:
-        wrong: gets a line for each fault.
+        devices: devices to test.
+        dtypes: dtypes of keys and values.
+        wrong: list to which a line is added for each fault.
     """
 
     @cache
@@ -118,7 +120,7 @@ def edge_suite(
             else:
                 kinds += [kinds[0]._replace(window=3)]
             for kind in kinds:
-                left_out: set[str] = {*FAULTS, "zero coefficients"} if kind.rotated else set()  # inf, rotated, is NaN
+                left_out: set[str] = {*FAULTS, "zero coefficients"} if kind.rotated else set()  # rotating inf gives NaN
                 if backend == "triton" and kind.dtype != torch.bfloat16:
                     left_out |= {*EDGES, *FAULTS} - _FOR_EACH_DTYPE
                 edges = [edge for edge in (*EDGES, *FAULTS) if edge not in left_out]
@@ -126,7 +128,7 @@ def edge_suite(
                 for edge in edges:
                     try:
                         line = fault(edge, kind, backend)
-                    except Exception as error:  # whatever compilers and drivers raise
+                    except Exception as error:  # compilers and drivers may raise anything
                         line = traceback.format_exception_only(error)[0].splitlines()[0]
                     if line is not None:
                         faults.setdefault(line, []).append(edge)

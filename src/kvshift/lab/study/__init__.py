@@ -1,1 +1,1 @@
-"""Studies: arms x seeds, with grids of learning rates -> runs -> records -> claims -> a report."""
+"""Studies: arms x seeds, with grids of learning rates -> runs -> records -> claims -> report."""

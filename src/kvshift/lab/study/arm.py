@@ -1,4 +1,4 @@
-"""What a study compares, as data: its arms, each of which is run with every seed."""
+"""The arms that a study compares; each is run with every seed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 from kvshift.lab.variants.by_name import PAIR, VARIANTS
 
 _VARIANTS = {name: entry.label for name, entry in VARIANTS.items()}
-_VARIANTS["differential-no-qk-norm"] = "differential without QK-norm"  # which only the paper's Table 11 has
+_VARIANTS["differential-no-qk-norm"] = "differential without QK-norm"  # only in the paper's Table 11
 
 
 def layers_text(count: int) -> str:
-    """In words."""
+    """Return a number of layers in words: "1 layer", "2 layers"."""
     return f"{count} layer{'s' if count > 1 else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One arm of a study, by what sets it apart from the others; all else is in the options of its runs.
+    """One arm of a study, given by the values that distinguish it from the other arms. Runs have all other options.
 
     Attributes:
-        variant: the name of a variant.
-        layers: of the model.
-        length: tokens in a sequence.
-        width: of the model.
-        case: what no number says: the name of a size, a task, a part of a model.
-        steps: of training.
-        rate: the learning rate.
+        variant: name of a variant.
+        layers: number of layers of the model.
+        length: number of tokens in a sequence.
+        width: width of the model.
+        case: a distinction without a number, such as the name of a size, a task or a part of a model.
+        steps: number of training steps.
+        rate: learning rate.
     """
 
     variant: str | None = None
@@ -42,19 +42,19 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """What figures and tables call it: "KV-shift, 1 layer"."""
+        """The name of the arm in figures and tables: "KV-shift, 1 layer"."""
         return ", ".join(_WORDS[name](value) for name, value in self.to_json().items())
 
     def __str__(self) -> str:
         return self.label
 
     def to_json(self) -> dict[str, Any]:
-        """What sets it apart, by name."""
+        """Return the values that distinguish the arm, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def pair(**what: Any) -> tuple[Arm, Arm]:
-    """KV shift, and what it is compared with, alike in all else."""
+    """Return the arms of KV shift and of its baseline, which share all other values."""
     ours, theirs = (Arm(variant=variant, **what) for variant in PAIR)
     return ours, theirs
 
@@ -78,7 +78,7 @@ _NUMBERS = {
 
 
 def arm_of_label(label: str) -> Arm:
-    """The arm that a label stands for: records from before there were arms have nothing else."""
+    """Return the arm with a label: records written before `Arm` existed contain only labels."""
     variants = [name for name, words in _VARIANTS.items() if f"{label}, ".startswith(f"{words}, ")]
     if not variants:
         return Arm(case=label)

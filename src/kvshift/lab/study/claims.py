@@ -1,4 +1,4 @@
-"""A claim of the paper beside what was found, and the words that measured numbers allow."""
+"""Claims of the paper beside measured numbers, and the verdicts that these numbers allow."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from kvshift.lab.analysis.learning import Reach, ReachComparison
+from kvshift.lab.analysis.learning import StepsComparison, StepsToLevel
 from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
 
 Direction = Literal["holds", "fails", "not shown", "not testable here"]
 
-# What a comparison of measured numbers says of the claim that ours are the higher, or the sooner.
+# From the outcome of a comparison to the direction of the claim that ours are higher, or sooner.
 _OF_OUTCOME: dict[str, Direction] = {"higher": "holds", "lower": "fails", "sooner": "holds", "later": "fails"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One claim of the paper beside what was found.
+    """One claim of the paper beside the measured numbers.
 
     Attributes:
         statement: the claim.
-        paper: the paper's number, or its words.
-        ours: our numbers, with their interval over seeds.
-        direction: "holds" and "fails" are said where our numbers decide the matter; "not shown" where they do not;
-            "not testable here" where no outcome of such a miniature could.
-        size: how large ours is beside the paper's, or why the two cannot be compared.
-        own: whether the question is ours: the paper does not claim it.
-        by: how the direction was found, where it was not by runs: "arithmetic".
+        paper: number or words of the paper.
+        ours: measured numbers, with their interval over seeds.
+        direction: "holds" or "fails" if the measured numbers decide the claim, "not shown" if they do not, and "not
+            testable here" if no outcome of such a small experiment could.
+        note: size of the measured effect beside the paper's, or the reason why the two cannot be compared.
+        own: whether this is a question of this project, not a claim of the paper.
+        by: how the direction was found if not by runs: "arithmetic".
     """
 
     statement: str
     paper: str
     ours: str
     direction: Direction
-    size: str
+    note: str
     own: bool = False
     by: str = ""
 
 
 question = partial(Claim, paper="not asked", own=True)
-"""A claim that is ours to ask: the paper has none."""
+"""Make a `Claim` for a question that the paper does not ask."""
 
 
 def lower_loss(
@@ -53,57 +53,57 @@ def lower_loss(
     *,
     names: tuple[str, str] = ("KV-shift", "vanilla"),
     paper: str = "",
-    size: str = "",
+    note: str = "",
 ) -> Claim:
-    """Whether our losses are lower than theirs, paired by seed.
+    """Return the claim that our losses are lower than theirs, paired by seed.
 
     Args:
         statement: the claim.
-        ours, theirs: losses in nats per token; where only differences are known, these, and zeros.
-        names: of both.
-        paper: what it has; empty: the question is ours.
-        size: empty: the means of both.
+        ours, theirs: losses in nats per token; if only differences are known, the differences and zeros.
+        names: names of both models.
+        paper: number or words of the paper; if empty, the paper does not ask the question.
+        note: as in `Claim`; if empty, the means of both.
     """
     return Claim(
         statement=statement,
         paper=paper or "not asked",
         ours=verdict(_differences(ours, theirs), names=names).text,
         direction=lower(ours, theirs),
-        size=size or f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
+        note=note or f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
         own=not paper,
     )
 
 
 def decided(holds: bool) -> Direction:
-    """Of what no seed changes."""
+    """Return the direction of a claim that does not depend on seeds."""
     return "holds" if holds else "fails"
 
 
 def not_testable(claim: Claim, why: str) -> Claim:
-    """The claim with its numbers, which do not decide it, whatever they are.
+    """Return the claim with its numbers as not testable: no numbers could decide it.
 
     Args:
-        claim: of a miniature.
-        why: what the miniature lacks.
+        claim: claim of a small experiment.
+        why: what the experiment lacks.
     """
-    return replace(claim, direction="not testable here", size=f"{why}; {claim.size}")
+    return replace(claim, direction="not testable here", note=f"{why}; {claim.note}")
 
 
 def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
-    """Whether ours are higher, paired by seed: as `verdict` has it: by the 95 % t-interval of the differences."""
+    """Decide whether ours are higher, by the 95 % t-interval of the differences, paired by seed, as in `verdict`."""
     return _OF_OUTCOME.get(verdict(_differences(ours, theirs)).outcome, "not shown")
 
 
 def lower(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
-    """Whether ours are lower; see `higher`."""
+    """Decide whether ours are lower; see `higher`."""
     return higher(theirs, ours)
 
 
 def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> Direction:
-    """Whether the two differ by less than `margin`: the 95 % interval of the differences must lie inside it.
+    """Decide whether the two differ by less than `margin`: the 95 % interval of the differences must lie inside it.
 
-    That is two one-sided tests at 2.5 % each. An interval that lies outside on one side fails the claim; any other
-    shows nothing. Where no seed differs at all there is no spread to make an interval of: then by the sign test.
+    These are two one-sided tests at 2.5 % each. If the interval lies completely outside on one side, the claim fails;
+    otherwise nothing is shown. If all differences are 0 there is no spread for an interval, and the sign test decides.
     """
     differences = _differences(ours, theirs)
     if not any(differences):
@@ -117,13 +117,13 @@ def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> 
 
 
 def sign_test(right: int, wrong: int) -> Direction:
-    """Whether seeds do what a claim says, by the exact sign test at 5 % in each direction.
+    """Decide a claim by the exact sign test over seeds, at 5 % in each direction.
 
-    Five of five decide it, three of three do not; of ten, nine do.
+    Five of five seeds decide it, three of three do not; with ten seeds, nine are needed.
 
     Args:
-        right: seeds in which the claim is right.
-        wrong: seeds in which it is not; those in which it is not known are in neither.
+        right: number of seeds in which the claim is right.
+        wrong: number of seeds in which it is wrong; undecided seeds are in neither number.
     """
     seeds, most = right + wrong, max(right, wrong)
     by_chance = sum(math.comb(seeds, count) for count in range(most, seeds + 1)) / 2**seeds
@@ -132,19 +132,18 @@ def sign_test(right: int, wrong: int) -> Direction:
     return "holds" if right > wrong else "fails"
 
 
-def sooner(found: ReachComparison) -> Direction:
-    """Whether ours reached the level sooner: by the interval of the ratio of steps.
+def sooner(found: StepsComparison) -> Direction:
+    """Decide whether ours reached the level sooner, by the interval of the ratio of steps.
 
-    Where a run has not reached the level there is no interval: then by the sign test of the seeds whose
-    order is known.
+    If a run has not reached the level there is no interval; the sign test over seeds whose order is known then decides.
     """
     if found.ratio is None:
         return sign_test(found.seeds_sooner, found.seeds_later)
     return _OF_OUTCOME.get(found.outcome, "not shown")
 
 
-def at_most(found: ReachComparison, ratio: float) -> Direction:
-    """Whether the ratio of steps is at most `ratio`: by its interval, else by each seed's bounds and the sign test."""
+def at_most(found: StepsComparison, ratio: float) -> Direction:
+    """Decide whether the ratio of steps is at most `ratio`, by its interval, or else by a sign test of the bounds."""
     if found.high is not None and found.low is not None:
         return "holds" if found.high <= ratio else "fails" if found.low > ratio else "not shown"
     if found.at_most is not None and found.at_most <= ratio:
@@ -154,10 +153,10 @@ def at_most(found: ReachComparison, ratio: float) -> Direction:
     return "not shown"
 
 
-def reached(found: Reach, within: float) -> Direction:
-    """Whether a model reaches its level within so many steps: by the interval of the mean steps.
+def reached(found: StepsToLevel, within: float) -> Direction:
+    """Decide whether a model reaches its level within so many steps, by the interval of the mean number of steps.
 
-    Where some seed has not come so far, or there is no interval, by the sign test.
+    If a seed has not reached the level, or there is no interval for another reason, the sign test decides.
     """
     interval = found.interval()
     if interval is None:
@@ -166,7 +165,7 @@ def reached(found: Reach, within: float) -> Direction:
 
 
 def percent(values: Sequence[float], digits: int = 1) -> str:
-    """The mean of shares in per cent, with what of its interval lies between 0 and 100; it says where it was cut."""
+    """Format the mean of shares in per cent, with its interval cut at 0 and 100; the text names each cut."""
     mean = f"{100 * statistics.fmean(values):.{digits}f} %"
     if len(values) == 1:
         return f"{mean} (1 seed)"
@@ -180,9 +179,9 @@ def percent(values: Sequence[float], digits: int = 1) -> str:
 
 
 def points(ours: Sequence[float], theirs: Sequence[float], digits: int = 1) -> str:
-    """The difference of shares in points of a hundred, paired by seed, with its interval.
+    """Format the difference of shares in percentage points, paired by seed, with its interval.
 
-    Digits are added where an end of the interval would read 0 that is not.
+    Digits are added if a nonzero end of the interval would be printed as 0.
     """
     differences = _differences(ours, theirs)
     if not any(differences) and len(differences) > 1:
@@ -196,7 +195,7 @@ def points(ours: Sequence[float], theirs: Sequence[float], digits: int = 1) -> s
 
 
 def times(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The ratio of numbers whose logarithms are given, paired by seed: the geometric mean, with its interval."""
+    """Format the ratio of numbers given as logarithms, paired by seed: the geometric mean with its interval."""
     logs = _differences(ours, theirs)
     interval = difference_interval(logs)
     ends = interval and " to ".join(f"{math.exp(end):.2f}" for end in interval)

@@ -1,6 +1,6 @@
-"""What a study is called, which sizes it has and what they cost: all that a list of studies needs.
+"""The name of a study, its sizes and their cost: everything that a list of studies needs.
 
-Imports nothing that takes time, so that such a list needs neither torch nor transformers.
+This module imports neither torch nor transformers, so that a list of studies is shown quickly.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 Cluster = Literal["local", "ray"]
-"""Where the runs of a study execute."""
+"""The machines on which the runs of a study execute: this one, or a Ray cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The learning rates that every variant of a comparison is given.
+    """The learning rates that are tried for each variant of a comparison.
 
     Attributes:
-        rates: the grid, ascending.
-        seeds: of the runs that choose among them, 1000 and up: far from those that are reported, which begin at 0.
-        steps: of the runs that choose, which are the first of a longer run where the rate is constant; None: as many
-            as those that are reported have.
+        rates: the grid, in ascending order.
+        seeds: seeds of the tuning runs, 1000 and up, separate from the seeds of the reported runs, which begin at 0.
+        steps: number of steps of the tuning runs, which are the first steps of a longer run if the rate is constant;
+            None for as many as the reported runs have.
     """
 
     rates: tuple[float, ...]
@@ -40,10 +40,10 @@ class Preset:
     """One size of a recipe.
 
     Attributes:
-        seeds: how many by default: 0 ... seeds - 1.
-        cost: what it takes, in words: time, and on what.
-        grid: learning rates that every variant is given before, and the seeds that choose each one's own; None: the
-            jobs' own rates.
+        seeds: default number of seeds, which are 0 ... seeds - 1.
+        cost: time that the preset takes, and the hardware, in words.
+        grid: learning rates and seeds with which the rate of each variant is tuned first; None if the rates of the jobs
+            are fixed.
     """
 
     seeds: int
@@ -56,11 +56,11 @@ class Entry:
     """A recipe in the list.
 
     Attributes:
-        name: as typed, and that of its folder: "fig01a".
-        title: one line.
-        presets: by name: "smoke" (seconds), "laptop" (minutes or hours on two cores), "paper" (a GPU), and others.
-        study: whose runs it shares: runs of one arm are the same runs in all recipes of a study, and are run once;
-            None: its runs are its own.
+        name: name of the recipe, as typed on the command line, and of its folder: "fig01a".
+        title: title in one line.
+        presets: presets by name: "smoke" (seconds), "laptop" (minutes or hours on two cores), "paper" (a GPU) etc.
+        study: name of the study whose runs the recipe shares: all recipes of a study use the same runs of an arm, which
+            are run once. None if the recipe shares no runs.
     """
 
     name: str
@@ -70,5 +70,5 @@ class Entry:
 
     @property
     def runs(self) -> str:
-        """The name of the folder, and of the file of records, that its runs are in."""
+        """The name of the folder of its runs, and of the folder of their records."""
         return self.study or self.name

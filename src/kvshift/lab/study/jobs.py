@@ -1,4 +1,4 @@
-"""The kinds of jobs: train on a task, train on text, or work something out."""
+"""The kinds of jobs: training on a task, training on text, and computations."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class RunJob(ABC):
     """Train one model.
 
     Attributes:
-        arm: which arm of the study.
-        config: of the run.
-        tunes: the arm whose learning rate this run helps to choose; None: it is reported.
+        arm: arm of the study.
+        config: options of the run.
+        tunes: the arm whose learning rate this run helps to choose; None for a reported run.
     """
 
     arm: Arm
@@ -50,16 +50,16 @@ class RunJob(ABC):
         return self.config.seed
 
     def at_rate(self, rate: float) -> Self:
-        """The same run at another learning rate."""
+        """Return the same run with another learning rate."""
         optimizer = replace(self.config.optimizer, learning_rate=rate)
         return replace(self, config=replace(self.config, optimizer=optimizer))
 
     def tuning(self, rate: float, *, steps: int | None = None) -> Self:
-        """A run that helps to choose the learning rate, and is named by it.
+        """Return a run that helps to choose the learning rate, which is part of its arm.
 
         Args:
-            rate: which it tries.
-            steps: how many, of a run whose rate is constant; None: as many as this one takes.
+            rate: learning rate to try.
+            steps: number of steps, for a run with a constant rate; None for as many as this run has.
         """
         job = self.at_rate(rate)
         if steps is not None:
@@ -69,7 +69,7 @@ class RunJob(ABC):
 
     @abstractmethod
     def is_finished(self, out: Path) -> bool:
-        """See `Job`, as for all that follows."""
+        """See `Job`, also for the methods below."""
 
     @abstractmethod
     def other_options(self, options: Mapping[str, Any]) -> list[str]: ...
@@ -78,15 +78,15 @@ class RunJob(ABC):
     def run(self, out: Path) -> None: ...
 
     def on_bundled_text(self) -> Self:
-        """The same run on the bundled corpus, if its text is in files."""
+        """Return the same run on the bundled corpus if its text is in files, else the run itself."""
         return self
 
     def progress(self, out: Path) -> tuple[int, int]:
-        """By the last line of metrics."""
+        """Return the step in the last line of the metrics, and the number of steps."""
         return last_step(RunFolder(out).metrics), self.config.steps
 
     def record(self, out: Path) -> dict[str, Any]:
-        """With the curves of loss, accuracies and probes, and the last coefficients among the results."""
+        """Return a record with the curves of loss, accuracies and probes; the results include the last coefficients."""
         run = read_run(out)
         steps, losses = run.series("eval", "step", "loss")
         curve: dict[str, list[float | None]] = {"step": steps, "loss": losses}
@@ -113,7 +113,7 @@ class TrainingJob(RunJob):
     config: TaskTrainConfig
 
     def on_bundled_text(self) -> Self:
-        """See `RunJob`; of the tasks, masked text alone reads any."""
+        """See `RunJob`; masked text is the only task that reads text."""
         task = self.config.task
         if not isinstance(task, MaskedTextConfig) or "/" not in task.corpus:
             return self
@@ -121,7 +121,7 @@ class TrainingJob(RunJob):
         return replace(self, config=replace(self.config, task=task))
 
     def is_finished(self, out: Path) -> bool:
-        """Raises a LabError where `out` holds a run with other options."""
+        """Return True if the run is finished. Raise a LabError if `out` has a run with other options."""
         return out.exists() and check_folder(RunFolder(out), task_options(self.config))
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
@@ -133,17 +133,17 @@ class TrainingJob(RunJob):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredJob(TrainingJob):
-    """Train one model, then measure it; what was found is in a file beside the run, and among the results.
+    """Train one model, then measure it; the measurements are in a file in the run folder and among the results.
 
     Attributes:
-        measured: the name of the result and of its file.
+        measured: name of the result and of its file.
     """
 
     measured: ClassVar[str]
 
     @abstractmethod
     def measure(self, model: Any) -> dict[str, Any]:
-        """What is found of the trained model, on the device that it is on, as JSON."""
+        """Measure the trained model, on its current device, and return the results as JSON."""
 
     def is_finished(self, out: Path) -> bool:
         return super().is_finished(out) and self._file(out).exists()
@@ -157,7 +157,7 @@ class MeasuredJob(TrainingJob):
                 write_json(self._file(out), self.measure(model.to(device)))
 
     def record(self, out: Path) -> dict[str, Any]:
-        """With what was measured among the results."""
+        """Return the record of the run; its results include the measurements."""
         found = super().record(out)
         found["result"][self.measured] = read_json(self._file(out))
         return found
@@ -171,8 +171,8 @@ class TextJob(RunJob):
     """Train one language model on text; see `kvshift.lab.training.train`.
 
     Attributes:
-        config: of the run; a corpus and its validation text are either bundled, or files under the folder that
-            the environment variable `SHARED` names. What is kept of a run says the same of them on every machine.
+        config: options of the run. A corpus and its validation text are either bundled, or files in the folder that
+            the environment variable `SHARED` names. Records name these files in the same way on every machine.
     """
 
     config: TrainConfig
@@ -185,22 +185,22 @@ class TextJob(RunJob):
         return replace(self, config=replace(self.config, data=data))
 
     def is_finished(self, out: Path) -> bool:
-        """Raises a LabError where `out` holds a run with other options, or where the text is not to be found."""
+        """Return True if the run is finished. Raise a LabError if `out` has other options or the text is missing."""
         return out.exists() and check_folder(RunFolder(out), to_json(self._here()))
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
-        """The text need not lie on this machine."""
+        """See `Job`; the text need not be on this machine."""
         return other_options(options, to_json(self.config))
 
     def run(self, out: Path) -> None:
         train(replace(self._here(), out=out), self.callbacks())
 
     def callbacks(self) -> Sequence[TrainerCallback]:
-        """Of the Trainer besides."""
+        """Return additional callbacks of the Trainer."""
         return ()
 
     def record(self, out: Path) -> dict[str, Any]:
-        """Without what only `kvshift compare` reads, the losses by sequence."""
+        """Return the record without the losses of single sequences, which only `kvshift compare` reads."""
         found = super().record(out)
         options = {**found["options"], "data": found["options"]["data"] | _text_of(self.config)}
         facts = options.pop("data_facts")
@@ -209,7 +209,7 @@ class TextJob(RunJob):
         return {**found, "options": {**options, "data_facts": facts}, "config_hash": digits, "result": result}
 
     def _here(self) -> TrainConfig:
-        """With the text where it lies on this machine."""
+        """Return the options with the paths of the text on this machine."""
         if not _is_file(self.config):
             return self.config
         found = {name: find_shared(value) for name, value in _text_of(self.config).items()}
@@ -217,7 +217,7 @@ class TextJob(RunJob):
 
 
 def pairs_of_depths(config: TrainConfig, depths: Sequence[int], seeds: Sequence[int]) -> list[TextJob]:
-    """For each depth and seed, the model of `config` with that many layers, with KV shift and without."""
+    """Return jobs for the model of `config` with each depth and seed, with KV shift and without."""
     return [
         TextJob(
             arm=Arm(variant=variant, layers=layers),
@@ -233,17 +233,17 @@ def pairs_of_depths(config: TrainConfig, depths: Sequence[int], seeds: Sequence[
 
 @dataclass(frozen=True, kw_only=True)
 class StudyJob(TextJob):
-    """A `TextJob` whose divergence is a result, and whose record counts the coefficients over training."""
+    """A `TextJob` for which divergence is a result, and whose record has counts of coefficients over training."""
 
     def run(self, out: Path) -> None:
-        """Where a number is not finite, the run is finished: {"diverged_at": step} is its result."""
+        """Run the job; if a number is not finite, the run is finished with the result {"diverged_at": step}."""
         try:
             super().run(out)
         except DivergedError as error:
             write_json(RunFolder(out).result, {"diverged_at": error.step})
 
     def record(self, out: Path) -> dict[str, Any]:
-        """With the counts of `coefficient_counts` at each evaluation, by name, in the curve."""
+        """Return the record; its curve includes the counts of `coefficient_counts` at each evaluation, by name."""
         found = super().record(out)
         by_step: dict[int, list[dict[str, Any]]] = {}
         for line in read_run(out).metrics:
@@ -259,15 +259,15 @@ class StudyJob(TextJob):
         }
 
 
-def on_text_at_hand(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs, with the bundled corpus in place of files where the environment variable `SHARED` names no folder."""
+def with_available_text(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs; if the environment variable `SHARED` is not set, the bundled corpus replaces text in files."""
     if os.environ.get(SHARED):
         return [*jobs]
     return [job.on_bundled_text() if isinstance(job, RunJob) else job for job in jobs]
 
 
 def _is_file(config: TrainConfig) -> bool:
-    """Whether the corpus is a file: what has no slash is bundled, and a data set on the hub has a slash too."""
+    """Return True if the corpus is a file: bundled corpora have no slash, data sets on the hub have a `hub_config`."""
     return "/" in config.data.corpus and config.data.hub_config is None
 
 
@@ -281,13 +281,13 @@ _NO_OPTIONS = {"config_hash"} | option_names(TrainConfig, Meaning.OF_THE_MACHINE
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """Work out numbers that need no training.
+    """Compute numbers without training.
 
     Attributes:
-        arm: which arm of the study.
-        config: a frozen dataclass, the options.
-        function: from `config` to JSON, on the top level of a module.
-        seed: of what is drawn, if anything is.
+        arm: arm of the study.
+        config: options, as a frozen dataclass.
+        function: returns the result as JSON, from `config`; defined at the top level of a module.
+        seed: seed of random numbers, if there are any.
     """
 
     arm: Arm
@@ -296,7 +296,7 @@ class Computation:
     seed: int = 0
 
     def is_finished(self, out: Path) -> bool:
-        """Raises a LabError where `out` holds what was worked out with other options."""
+        """Return True if the result is in `out`. Raise a LabError if it was computed with other options."""
         if not is_finished(out):
             return False
         refuse_other_options(RunFolder(out), read_json(out / "config.json"), to_json(self.config))
@@ -316,7 +316,7 @@ class Computation:
             write_json(folder.result, self.function(self.config))
 
     def progress(self, out: Path) -> tuple[int, int]:
-        """All of it is one step."""
+        """Return 0 or 1 of 1: the whole computation is one step."""
         return int(is_finished(out)), 1
 
     def record(self, out: Path) -> dict[str, Any]:

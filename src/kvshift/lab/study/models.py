@@ -1,4 +1,4 @@
-"""The models that recipes compare: their sizes."""
+"""The sizes of the models that recipes compare."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvshift.models.llama import KVShiftLlamaConfig
 
 
 def sized(width: int, layers: int, variant: str, *, heads: int) -> ModelConfig:
-    """A Llama of the paper's proportions: F = ceil(8 E / 3), rounded up to a multiple of 8.
+    """Return a Llama with the paper's proportions: F = 8 E / 3, rounded up to a multiple of 8.
 
-    That makes the sizes of Figure 9 come out exactly; the paper does not state F.
+    With this F, the model sizes of Figure 9 are exact; the paper does not state F.
     """
     size = ModelConfig(
         hidden_size=width,
@@ -27,7 +27,7 @@ def sized(width: int, layers: int, variant: str, *, heads: int) -> ModelConfig:
 
 
 def llama_of(record: Record) -> KVShiftLlamaConfig:
-    """The configuration of the model that was trained on text."""
+    """Return the configuration of a model trained on text, from its record."""
     model = from_json(ModelConfig, {**record.options["model"], "size": None, "config": None})
     tokens, length = record.options["data_facts"]["tokens"], record.options["data"]["sequence_length"]
     return llama_config(model, vocab_size=tokens, sequence_length=length)

@@ -1,4 +1,4 @@
-"""The notes of a recipe, which are Markdown in its folder."""
+"""The notes of a recipe: a Markdown file in its folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_notes(folder: Path) -> tuple[str, ...]:
-    """The items of the list that `notes.md` in a folder holds, each as one line; none where there is no such file."""
+    """Return the items of the list in a folder's `notes.md`, each as one line; () if there is no such file."""
     path = folder / "notes.md"
     if not path.exists():
         return ()

@@ -1,4 +1,4 @@
-"""The report of one preset of a recipe, in Markdown, from its records alone."""
+"""The report of one preset of a recipe, in Markdown, made only from its records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvshift.lab.analysis.learning import reach_of
+from kvshift.lab.analysis.learning import steps_to_level
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.recipe import Recipe, Record, Score, curves_by_label, diverged, reported
@@ -20,29 +20,29 @@ _ONE, _ONE_EACH, _ALL_EACH = "one for all", "one for each size", "several for ea
 
 
 def report(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], *, figure: str) -> str:
-    """The page of one preset of one recipe."""
+    """Return the page of one preset of a recipe."""
     return f"# {heading(recipe, preset)}\n\n{section(recipe, preset, records, claims, figure)}"
 
 
 def heading(recipe: Recipe, preset: str) -> str:
-    """Of the report and of its section on a page."""
+    """Return the heading of the report, and of its section on a page."""
     return f"{recipe.name}, {preset}: {recipe.title}"
 
 
 def verdict_text(claim: Claim, rates: str) -> str:
-    """In bold; what was decided without runs, or without giving each variant its own learning rate, says so."""
+    """Return the verdict in bold. It states if the decision involved no runs, or one learning rate for all variants."""
     at_one = claim.direction in ("holds", "fails") and rates in (_ONE, _ONE_EACH)
     return f"**{claim.direction}**{f' by {claim.by}' if claim.by else ' at one rate' if at_one else ''}"
 
 
 def section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], figure: str) -> str:
-    """All of the report below its heading; `figure` is the address of the picture."""
+    """Return the report below its heading; `figure` is the address of the picture."""
     parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})"]
     own, of_paper = ([claim for claim in claims if claim.own is which] for which in (True, False))
     for asked, title in ((of_paper, None), (own, "Questions of ours:" if of_paper else None)):
         if asked:
             rows = [("claim", "paper", "ours", "size", "verdict")]
-            rows += [(c.statement, c.paper, c.ours, c.size, verdict_text(c, rates_of(records))) for c in asked]
+            rows += [(c.statement, c.paper, c.ours, c.note, verdict_text(c, rates_of(records))) for c in asked]
             parts += [title] if title else []
             parts.append(as_markdown(rows, left=None))
     if preset == "smoke":
@@ -64,15 +64,15 @@ def section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequ
 
 
 def _learning(records: Sequence[Record], name: str) -> str:
-    """The steps to 90 % and 99 % of each model, with their intervals over seeds."""
+    """Return a table of the steps of each model to 90 % and 99 %, with intervals over seeds."""
     rows = [("model", *(f"steps to {100 * level:g} %" for level in LEVELS))]
     for label, curves in curves_by_label(records, name).items():
-        rows.append((label, *(reach_of(curves, level).text for level in LEVELS)))
+        rows.append((label, *(steps_to_level(curves, level).text for level in LEVELS)))
     return as_markdown(rows, left=None)
 
 
 def rates_of(records: Sequence[Record]) -> str:
-    """Which learning rates the variants of a preset had, for the overview."""
+    """Describe the choice of learning rates for the variants of a preset, for the overview."""
     chose = [record for record in records if record.tunes is not None]
     if chose:
         grid = {rate for by_rate in by_tuned_arm(chose).values() for rate in by_rate}
@@ -89,7 +89,7 @@ def rates_of(records: Sequence[Record]) -> str:
 
 
 def _rates(records: Sequence[Record], score: Score | None) -> str:
-    """The grid of learning rates: what the runs of each variant reached, in bold where its own rate was chosen."""
+    """Return a table of the last losses of each variant at each learning rate, with the chosen rates in bold."""
     assert score is not None, "a recipe with a grid says by what it is tuned"
     variants, best = by_tuned_arm(records), best_rates(records, score)
     rates = sorted({rate for by_rate in variants.values() for rate in by_rate})
@@ -105,7 +105,7 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
     ends = [f"{variant} ({best[variant]:.2g})" for variant in variants if best[variant] in (rates[0], rates[-1])]
     beyond = f"\n\nAt an end of the grid, so that a better one may lie beyond: {'; '.join(ends)}." if ends else ""
     return (
-        f"Each variant has the learning rate of one grid that served it best, by {score.says}, in runs "
+        f"Each variant has the learning rate of one grid that served it best, by {score.description}, in runs "
         f"of their own ({steps} steps, seeds {seeds}), which nothing else here is made of. The last validation loss of "
         f"each:\n\n"
         f"{as_markdown(rows)}{beyond}"
@@ -117,7 +117,7 @@ def _last_loss(record: Record) -> str:
 
 
 def _setting(records: Sequence[Record]) -> str:
-    """The task, models and steps of training runs, in a line; what has one value in all of them once."""
+    """Describe the task, models and steps of training runs in one line, with each distinct value once."""
     options = [record.options for record in records if "task" in record.options]
     if not options:
         return ""
@@ -142,7 +142,7 @@ def _shown(value: Any) -> str:
 
 
 def _provenance(records: Sequence[Record]) -> str:
-    """Where the numbers come from, in a line: runs, hardware, program, dates, CPU time."""
+    """Describe the origin of the numbers in one line: runs, hardware, program, dates, CPU time."""
     hardware = sorted({_machine(record) for record in records})
     commits = sorted({str(record.environment.get("commit"))[:8] for record in records})
     days = sorted({str(record.environment.get("started"))[:10] for record in records})

@@ -1,4 +1,4 @@
-"""What a recipe consists of, and the records that it draws from."""
+"""The parts of a recipe, and the records that its figure and claims are made from."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from kvshift.lab.study.entry import Entry, Preset
 
 
 class Job(Protocol):
-    """One unit of work, which leaves what it found in a folder of its own. Jobs travel to other processes."""
+    """One unit of work, which writes its results to a separate folder. Jobs are pickled for other processes."""
 
     @property
     def arm(self) -> Arm:
-        """Which arm of the study; with the seed it names the job."""
+        """The arm of the study; arm and seed identify the job."""
         ...
 
     @property
     def seed(self) -> int:
-        """Jobs of one seed are pairs: they see the same data."""
+        """The random seed; jobs with equal seeds are paired: they see the same data."""
         ...
 
     def is_finished(self, out: Path) -> bool:
-        """Whether `out` holds all that `record` reads; a LabError where it holds the work of other options."""
+        """Return True if `out` has all that `record` reads. Raise a LabError if it was made with other options."""
         ...
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
-        """A line for each option that is another in those of a record than here, by the comparison of `is_finished`."""
+        """Return a line for each option of a record that differs from this job's, compared as in `is_finished`."""
         ...
 
     def run(self, out: Path) -> None:
-        """Do the work, or resume it, or find that it is done."""
+        """Do the work, or resume it; do nothing if it is finished."""
         ...
 
     def progress(self, out: Path) -> tuple[int, int]:
-        """How many steps are done, and of how many; asked while another process does the work."""
+        """Return the number of completed steps and of all steps; called while another process does the work."""
         ...
 
     def record(self, out: Path) -> dict[str, Any]:
-        """What is kept of it, as JSON: "options" and their "config_hash", "environment", "curve", "result"."""
+        """Return the record as JSON: "options" and their "config_hash", "environment", "curve", "result"."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is kept of one job: a line of `results/RECIPE/PRESET.jsonl`.
+    """The record of one job: a line of `results/RECIPE/PRESET.jsonl`.
 
     Attributes:
-        arm: which arm of the study.
-        seed: of the job.
-        config_hash: of all options that decide numbers.
+        arm: arm of the study.
+        seed: seed of the job.
+        config_hash: hash of all options that affect results.
         options: the options themselves.
-        environment: commit, versions, hardware, start.
-        curve: by name, values over training; "step" is their place. May be empty.
+        environment: commit, versions, hardware and start time.
+        curve: values over training, by name, at the steps of the entry "step". May be empty.
         result: final numbers.
-        tunes: the arm whose learning rate this run helped to choose; None: it is reported.
+        tunes: the arm whose learning rate this run helped to choose; None for a reported run.
     """
 
     arm: Arm
@@ -77,15 +77,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Score:
-    """How well a run went, called with its record.
+    """A score of runs, which is called with a record.
 
     Attributes:
-        numbers: which are compared one after the other; higher is better.
-        says: what they are, in words.
+        numbers: returns numbers that are compared as a tuple; higher is better.
+        says: description of these numbers, in words.
     """
 
     numbers: Callable[[Record], tuple[float, ...]]
-    says: str
+    description: str
 
     def __call__(self, record: Record) -> tuple[float, ...]:
         return self.numbers(record)
@@ -96,15 +96,15 @@ class Recipe:
     """A figure or table of the paper.
 
     Attributes:
-        entry: its name, title and presets.
-        source: where it stands in the paper.
-        jobs: of a preset, for some seeds, the longest first.
-        plot: the figure, from the records of one preset.
-        claims: what the paper says and what the records show.
-        tuned_by: by what a variant's best learning rate is chosen, where a preset has a grid.
-        tables: in Markdown, from all records, those that chose a learning rate too; None: the report has none.
-        scored: the accuracy whose steps to 90 % and 99 % the report lists by model, over seeds; None: it has no such.
-        notes: what the paper leaves open or has wrong, and what was chosen; `find_recipe` adds those in its folder.
+        entry: name, title and presets.
+        source: place in the paper.
+        jobs: returns the jobs of a preset for some seeds, the longest first.
+        plot: makes the figure from the records of one preset.
+        claims: compares the claims of the paper with the records.
+        tuned_by: score that chooses the best learning rate of each variant, if a preset has a grid.
+        tables: makes Markdown tables from all records, including the tuning runs; None for no tables.
+        scored: name of the accuracy for which the report lists the steps to 90 % and 99 % by model; None for none.
+        notes: gaps and errors in the paper and the choices made here; `find_recipe` adds the notes in the folder.
     """
 
     entry: Entry
@@ -119,32 +119,32 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """As typed: "fig01a"."""
+        """The name, as typed on the command line: "fig01a"."""
         return self.entry.name
 
     @property
     def title(self) -> str:
-        """One line."""
+        """The title, in one line."""
         return self.entry.title
 
     @property
     def presets(self) -> Mapping[str, Preset]:
-        """By name: "smoke", "laptop", "paper"."""
+        """The presets by name: "smoke", "laptop", "paper"."""
         return self.entry.presets
 
 
 def reported(records: Sequence[Record]) -> list[Record]:
-    """Those that claims and figures are about: no run that chose a learning rate."""
+    """Return the records for claims and figures, without the tuning runs."""
     return [record for record in records if record.tunes is None]
 
 
 def diverged(record: Record) -> bool:
-    """Whether the run ended because a number was not finite."""
+    """Return True if the run ended because a number was not finite."""
     return "diverged_at" in record.result
 
 
 def by_arm(records: Sequence[Record]) -> dict[Arm, dict[int, Record]]:
-    """The records of each arm, in the order in which these come; of each by seed, lowest first: seeds are pairs."""
+    """Return the records of each arm by seed, with arms in order of appearance and seeds ascending, for pairing."""
     found: dict[Arm, dict[int, Record]] = {}
     for record in records:
         found.setdefault(record.arm, {})[record.seed] = record
@@ -152,45 +152,45 @@ def by_arm(records: Sequence[Record]) -> dict[Arm, dict[int, Record]]:
 
 
 def curves_by_label(records: Sequence[Record], name: str) -> dict[str, dict[int, tuple[list[float], list[float]]]]:
-    """The curves of that name, for a figure: by the label of the arm, then by seed."""
+    """Return the curves `name` for a figure, by the label of the arm and then by seed."""
     return {arm.label: accuracy_curves(seeds, name) for arm, seeds in by_arm(records).items()}
 
 
 def accuracy_curves(seeds: Mapping[int, Record], name: str) -> dict[int, tuple[list[float], list[float]]]:
-    """The curve of each seed; see `accuracy_curve`."""
+    """Return the curve of each seed; see `accuracy_curve`."""
     return {seed: accuracy_curve(record, name) for seed, record in seeds.items()}
 
 
 def accuracy_curve(record: Record, name: str) -> tuple[list[float], list[float]]:
-    """Steps, and at each the accuracy of that name."""
+    """Return the steps of the curve `name` and its values at these steps, without missing values."""
     pairs = zip(record.curve["step"], record.curve[name], strict=True)
     points = [(float(step), float(value)) for step, value in pairs if step is not None and value is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def value_at(record: Record, name: str, step: float) -> float:
-    """A curve after so many steps, by a straight line between evaluations; beyond its ends, the value there."""
+    """Return a curve at `step`, interpolated linearly between evaluations; beyond its ends, the value there."""
     return float(np.interp(step, *accuracy_curve(record, name)))
 
 
 def last_loss(record: Record) -> float:
-    """The validation loss after the last step."""
+    """Return the validation loss after the last step."""
     return accuracy_curve(record, "loss")[1][-1]
 
 
 def paired_losses(ours: Mapping[int, Record], theirs: Mapping[int, Record]) -> list[tuple[float, float]] | None:
-    """The last losses of two arms, a pair for each seed; None where a run diverged: then there is no interval."""
+    """Return the last losses of two arms, paired by seed; None if a run diverged, because there is no interval then."""
     if any(map(diverged, (*ours.values(), *theirs.values()))):
         return None
     return [(last_loss(ours[seed]), last_loss(theirs[seed])) for seed in ours]
 
 
 def last_mean(record: Record, name: str, evaluations: int) -> float:
-    """The mean of a curve over its last evaluations, which a spike at the last step moves little.
+    """Return the mean of a curve over its last evaluations, so that a spike at the last step has little effect.
 
     Args:
-        record: of a run.
-        name: of the curve.
-        evaluations: how many; all, where there are fewer.
+        record: record of a run.
+        name: name of the curve.
+        evaluations: number of evaluations; if there are fewer, all are used.
     """
     return statistics.fmean(accuracy_curve(record, name)[1][-evaluations:])

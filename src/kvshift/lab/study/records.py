@@ -1,8 +1,8 @@
-"""What is kept of the runs of a recipe, one JSON object a line.
+"""Records of the runs of a recipe, with one JSON object on each line.
 
-RESULTS/RECIPE/PRESET.jsonl           of all runs of a preset; the results page is made from these
-RESULTS/RECIPE/PRESET.partial.jsonl   of those that are finished, until all are
-RESULTS/STUDY/PRESET.jsonl            of all recipes of a study that are finished: they share runs
+RESULTS/RECIPE/PRESET.jsonl           all runs of a preset; the results page is made from these records
+RESULTS/RECIPE/PRESET.partial.jsonl   the runs that are finished, until all are
+RESULTS/STUDY/PRESET.jsonl            the runs of all finished recipes of a study, which share runs
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEPT = ("started", "commit", "versions", "hardware", "platform")
 
 
 def record_of(job: Job, out: Path) -> Record:
-    """What is kept of a finished job; of its environment, what belongs to no single machine's paths."""
+    """Return the record of a finished job, without parts of its environment that may contain local paths."""
     found = job.record(out)
     environment = {name: found["environment"].get(name) for name in _KEPT}
     if "continued" in found["environment"]:
@@ -35,12 +35,12 @@ def record_of(job: Job, out: Path) -> Record:
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
-    """Write all lines again; the file is whole or as it was."""
+    """Replace all records of a file atomically."""
     write_lines(path, map(_line_of, records))
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records in a file; raises LabError that names file and line."""
+    """Return the records in a file. Raise a LabError that names the file and line of an error."""
     records = []
     for number, line in enumerate(read_lines(path), start=1):
         try:
@@ -56,7 +56,7 @@ def _line_of(record: Record) -> dict[str, Any]:
 
 
 def _record_of(line: dict[str, Any]) -> Record:
-    """The record in a line; one from before there were arms says its own, and the one that it tunes, by a label."""
+    """Return the record of a line. In lines written before `Arm` existed, arms are identified by labels."""
     tunes = line.get("tunes")
     if "label" not in line:
         return Record(**{**line, "arm": Arm(**line["arm"]), "tunes": tunes and Arm(**tunes)})
@@ -69,9 +69,9 @@ def _record_of(line: dict[str, Any]) -> Record:
 
 
 def kept_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | None:
-    """All records of a preset; None where they are not kept, or where runs of it are missing from those of its study.
+    """Return all records of a preset; None if there is no file, or if runs are missing from the records of its study.
 
-    Of a study those count that the recipe asks for: its arms, with the seeds that all of them have.
+    From the records of a study, select the arms of the recipe with the seeds that all these arms have.
     """
     path = results / recipe.entry.runs / f"{preset}.jsonl"
     if not path.exists():
@@ -91,12 +91,12 @@ def kept_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | N
 
 
 class KeptRecords:
-    """The records of one preset of one recipe in a folder of results, from which a study resumes on any machine.
+    """The records of one preset of a recipe in a folder of results, from which a study can resume on any machine.
 
     Attributes:
-        whole: the file of all runs. One of an older setting is left alone until `complete`.
-        partial: the file of those that are finished so far.
-        shared: whether the recipes of a study keep their records here: then each adds to what the others have.
+        whole: file of all runs. A file of an older setting is not changed until `complete`.
+        partial: file of the runs that are finished so far.
+        shared: whether the recipes of a study share these files, so that each adds its records to those of the others.
     """
 
     def __init__(self, results: Path, recipe: str, preset: str, *, shared: bool = False) -> None:
@@ -105,7 +105,7 @@ class KeptRecords:
         self.shared = shared
 
     def find(self, job: Job) -> tuple[Record, Path] | None:
-        """The record of a job, and its file; a LabError where a partial one has other options."""
+        """Return the record of a job and its file. Raise a LabError if a partial record has other options."""
         for path in (self.partial, self.whole):
             record = _by_run(path).get((job.arm, job.seed, _tunes(job)))
             if record is None:
@@ -122,9 +122,9 @@ class KeptRecords:
         return None
 
     def add(self, records: Sequence[Record]) -> None:
-        """Write those that are not in the whole file to the partial one, beside what this holds."""
+        """Add to the partial file the records that are not in the whole file."""
         self.whole.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.whole.parent / ".lock"):  # other processes may add theirs
+        with FileLock(self.whole.parent / ".lock"):  # other processes may add records
             whole, before = _by_run(self.whole), _by_run(self.partial)
             runs = {_run_of(record): record for record in records}
             after = before | {run: record for run, record in runs.items() if whole.get(run) != record}
@@ -132,7 +132,7 @@ class KeptRecords:
                 write_records(self.partial, [*after.values()])
 
     def complete(self, records: Sequence[Record]) -> None:
-        """Replace the whole file, and remove the partial one; where they are shared, what others left stays."""
+        """Replace the whole file and remove the partial one; in shared files, keep the records of other recipes."""
         self.whole.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.whole.parent / ".lock"):
             left: dict[_Run, Record] = {}
@@ -147,10 +147,10 @@ class KeptRecords:
                 self.partial.unlink(missing_ok=True)
 
     def refuse_to_forget(self, jobs: Sequence[Job]) -> None:
-        """Raise a LabError where a file keeps runs besides those of `jobs`, which would be lost once all are finished.
+        """Raise a LabError if a file has runs other than `jobs`, which would be lost once all jobs are finished.
 
-        A whole file that keeps none of `jobs` is of an older setting, and is meant to be replaced. A shared one loses
-        none.
+        A whole file without any run of `jobs` belongs to an older setting and may be replaced. A shared file loses no
+        records.
         """
         if self.shared:
             return
@@ -174,7 +174,7 @@ def _run_of(record: Record) -> _Run:
 
 
 def _by_run(path: Path) -> dict[_Run, Record]:
-    """In the order of the file; none, where there is no such file."""
+    """Return the records of a file by run, in the order of the file; {} if it does not exist."""
     return {_run_of(record): record for record in read_records(path)} if path.exists() else {}
 
 

@@ -1,4 +1,4 @@
-"""Run what is missing of a study: first the runs that choose learning rates, then those that are reported."""
+"""Run the missing runs of a study: first the tuning runs, which choose learning rates, then the reported runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvshift.lab.data.config import SHARED
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.run import is_finished
 from kvshift.lab.study.entry import Cluster
-from kvshift.lab.study.jobs import on_text_at_hand
+from kvshift.lab.study.jobs import with_available_text
 from kvshift.lab.study.recipe import Job, Recipe, Record
 from kvshift.lab.study.records import KeptRecords, record_of, write_records
 from kvshift.lab.study.sweep import sweep
@@ -27,14 +27,14 @@ from kvshift.lab.study.watching import watching
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the runs of one preset of a recipe are, and how they execute.
+    """The folders of the runs of one preset of a recipe, and how the runs execute.
 
     Attributes:
-        runs: folder of the folders of all runs; recipes of one study share it.
-        folder: of the recipe.
-        store: where records are kept besides.
-        workers: runs at a time; see `sweep`.
-        cluster: where runs execute.
+        runs: folder that contains the folders of all runs; recipes of a study share it.
+        folder: folder of the recipe.
+        store: folder of results, to which records are also written.
+        workers: number of runs at a time; see `sweep`.
+        cluster: machines on which the runs execute.
     """
 
     runs: Path
@@ -45,19 +45,19 @@ class Places:
 
 
 def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], places: Places) -> list[Record]:
-    """Run what is missing of a preset; returns the records of all its runs, written down in the recipe's folder.
+    """Run the missing runs of a preset, and return the records of all runs, which are written to the recipe's folder.
 
     Raises:
-        LabError: folders hold other runs.
-        RunFailedError: at least one run failed; the others are kept.
-        InterruptedRunError: a signal came.
+        LabError: if folders contain other runs.
+        RunFailedError: if at least one run failed; the others are kept.
+        InterruptedRunError: if the process received a signal.
     """
     size = recipe.presets[preset]
     asked = recipe.jobs(preset, seeds)
-    jobs = on_text_at_hand(asked)
+    jobs = with_available_text(asked)
     tuning = []
     if size.grid is not None:
-        tuning = tuning_jobs(on_text_at_hand(recipe.jobs(preset, size.grid.seeds)), size.grid)
+        tuning = tuning_jobs(with_available_text(recipe.jobs(preset, size.grid.seeds)), size.grid)
     if places.store is not None:
         places.store.refuse_to_forget([*tuning, *jobs])
     say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
@@ -74,21 +74,21 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], places: Places)
 
 
 def folder_of(folder: Path, job: Job) -> Path:
-    """Where a job of a preset does its work."""
+    """Return the folder of a job, below the folder of all runs."""
     name = re.sub(r"[^a-z0-9.]+", "-", job.arm.label.lower()).strip("-")
     return folder / name / f"seed-{job.seed}"
 
 
 def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> list[Record]:
-    """Run what is missing of `jobs`; returns the `earlier` records and those of all jobs, written down.
+    """Run the unfinished jobs. Return and write the `earlier` records and those of all jobs.
 
     Args:
-        jobs: of one kind, tuning or reported.
-        places: of the recipe.
-        earlier: records of this recipe.
+        jobs: either tuning or reported runs.
+        places: folders of the recipe.
+        earlier: earlier records of this recipe.
 
     Raises:
-        RunFailedError: at least one failed; the others are kept.
+        RunFailedError: if at least one run failed; the others are kept.
     """
     runs, store = places.runs, places.store
     folders = [(job, folder_of(runs, job)) for job in jobs]
@@ -126,9 +126,9 @@ def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> l
 
 
 def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: KeptRecords | None) -> dict[int, Record]:
-    """The records of the jobs that are finished, in their folders or in the store, by number; the store gets all.
+    """Return the records of finished jobs, from their folders or from the store, by number, and add them to the store.
 
-    Another process may be at work in the folders: those of unfinished runs are not touched.
+    Another process may be working in the folders, so folders of unfinished runs are not changed.
     """
     found: dict[int, Record] = {}
     counts: dict[Path, int] = {}
@@ -149,11 +149,11 @@ def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: KeptRecords | N
 
 
 def _record_in(job: Job, out: Path) -> Record | None:
-    """The record of a finished job; a LabError where it had other options."""
+    """Return the record of a job; None if it is not finished. Raise a LabError if it had other options."""
     if not is_finished(out):
         return None
     try:
         record = record_of(job, out)
-    except LabError:  # training has ended, and what comes after it has not
+    except LabError:  # training has ended, but not the work after it
         return None
     return record if job.is_finished(out) else None

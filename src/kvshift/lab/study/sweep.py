@@ -1,4 +1,4 @@
-"""Many jobs over the cores of a machine, or over a cluster, through joblib."""
+"""Runs many jobs on the cores of a machine or on a cluster, with joblib."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def sweep(
     cluster: Cluster = "local",
     done: Callable[[int, str | None], object] = lambda number, problem: None,
 ) -> list[str]:
-    """Run jobs, each in its folder; one that fails does not stop the others.
+    """Run jobs, each in its folder; a job that fails does not stop the others.
 
     Args:
-        jobs: with the folder of each; on a cluster, one that all its machines see.
-        workers: jobs at a time. None: as many as this machine has cores, or one where it has a GPU; on a cluster,
-            as many as it has GPUs, or else cores. Each sees one GPU; where there are more workers, they share.
-        cluster: "local": processes of this machine; one worker works in this very process. "ray": the Ray cluster
-            that RAY_ADDRESS names, or else one that is started here.
-        done: is told the number of each job that ends, and what was wrong with it, if anything.
+        jobs: jobs and their folders; on a cluster, all machines must have access to the folders.
+        workers: number of jobs at a time. None for the number of cores of this machine, or 1 if it has a GPU; on a
+            cluster, for its number of GPUs, or of cores if it has none. Each worker sees one GPU, shared if necessary.
+        cluster: "local" for processes on this machine, or this process if there is only one worker; "ray" for the Ray
+            cluster that RAY_ADDRESS names, or one that is started here.
+        done: called with the number of each job that has ended, and its error or None.
 
     Returns:
-        What was wrong, a line for each job that failed.
+        An error message for each job that failed.
 
     Raises:
-        InterruptedRunError: a signal came; what was finished is kept, and the rest can be continued.
+        InterruptedRunError: if the process received a signal; finished runs are kept, and the rest can be resumed.
     """
     with ExitStack() as stack:
         cores, gpus = joblib.cpu_count(), int(torch.cuda.is_available())
@@ -52,26 +52,26 @@ def sweep(
             cores, gpus = _enter_ray(stack)
         if workers is None:
             workers = gpus or cores
-        # Of all workers, also where fewer jobs are left than there are: bits depend on the number of threads.
+        # Threads of each of all workers, even if fewer jobs are left: the last bits depend on the number of threads.
         threads = max(1, cores // workers)
         workers = max(1, min(workers, len(jobs)))
         tasks = [joblib.delayed(_work)(number, job, out, threads) for number, (job, out) in enumerate(jobs)]
         batches = [tasks]
         if cluster == "ray":
-            # For one worker joblib would leave the cluster and work here: a pool of two takes one job at a time.
+            # With one worker joblib would run jobs in this process, so a pool of two gets one job at a time.
             batches = [[task] for task in tasks] if workers == 1 else batches
             pool = min(max(2, workers), cores)
             each = {"num_gpus": _gpu_share(pool, gpus)}
             stack.enter_context(joblib.parallel_config(backend="ray", n_jobs=pool, ray_remote_args=each))
         else:
             backend = "sequential" if workers == 1 else "loky"
-            if "PYTHONSAFEPATH" not in os.environ:  # joblib's `-m` and `-c` import from the current directory
+            if "PYTHONSAFEPATH" not in os.environ:  # else workers of joblib (`-m`, `-c`) import from the current folder
                 os.environ["PYTHONSAFEPATH"] = "1"
                 stack.callback(os.environ.pop, "PYTHONSAFEPATH")
             stack.enter_context(joblib.parallel_config(backend=backend, n_jobs=workers))
             if backend == "loky":
                 stack.enter_context(_ending_together())
-        as_they_end = "list" if cluster == "ray" else "generator_unordered"  # Ray's backend gives no generator
+        as_they_end = "list" if cluster == "ray" else "generator_unordered"  # Ray's backend has no generators
         parallel: Any = joblib.Parallel(batch_size=1, return_as=as_they_end)  # type: ignore[arg-type]  # declared str
         if cluster == "ray":
             stack.enter_context(parallel)  # one pool for all batches
@@ -84,17 +84,17 @@ def sweep(
 
 
 def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | None]:
-    """Run one job in this process; errors that the user can fix come back as text."""
-    keep_memory()  # a training step on a CPU takes 0.82 of its time so: docs/findings.md
+    """Run one job in this process. Return its number and its error as text, or None."""
+    keep_memory()  # training steps on a CPU take 0.82 of the time with this: docs/findings.md
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         job.run(out)
     except InterruptedRunError:
-        raise  # the others are told to end, too
+        raise  # ends the other jobs, too
     except LabError as error:
         return number, str(error)
-    except Exception as error:  # a fault of ours, or of the device: the other jobs may be well
+    except Exception as error:  # a bug, or a fault of the device: other jobs may succeed
         traceback.print_exc()
         return number, f"{type(error).__name__}: {error}"
     finally:
@@ -104,7 +104,7 @@ def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | No
 
 @contextmanager
 def _ending_together() -> Iterator[None]:
-    """SIGTERM, which comes to this process alone, reaches its workers too: they keep what they have, as on Ctrl-C."""
+    """Inside the block, pass SIGTERM on to the workers, which then save their state as on Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,12 +130,12 @@ def _ending_together() -> Iterator[None]:
 
 
 def _gpu_share(workers: int, gpus: int) -> float:
-    """Of a GPU for each worker, such that all fit: one, or a part that fits into one a whole number of times."""
+    """Return the share of a GPU for each worker so that all fit: 1/n for a whole number n, or 0 without GPUs."""
     return 1 / math.ceil(workers / gpus) if gpus else 0
 
 
 def _enter_ray(stack: ExitStack) -> tuple[int, int]:
-    """Connect joblib to Ray until `stack` is closed; returns the cores and the GPUs of the cluster."""
+    """Connect joblib to Ray until `stack` is closed. Return the numbers of cores and GPUs of the cluster."""
     try:
         import ray
         from ray.util.joblib import register_ray

@@ -1,4 +1,4 @@
-"""Every variant of a comparison at its own best learning rate: one grid for all, by seeds that are not reported."""
+"""Tuning the learning rate of each variant of a comparison, on one grid and with seeds that are not reported."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvshift.lab.study.recipe import Job, Record, Score, accuracy_curve, diverge
 
 
 def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
-    """Each of `jobs` that trains, with the seeds of the grid, at each rate of it and for its steps."""
+    """Return the tuning runs of `jobs`, which have the seeds of the grid: one for each training job and rate."""
     return [job.tuning(rate, steps=grid.steps) for job in jobs if isinstance(job, RunJob) for rate in grid.rates]
 
 
 def at_best_rates(jobs: Sequence[Job], best: Mapping[Arm, float]) -> list[Job]:
-    """Each of `jobs`, which are reported, at the best rate of its arm; what trains nothing as it is."""
+    """Return the reported `jobs` at the best rate of their arms; jobs that train nothing are unchanged."""
     return [job.at_rate(best[job.arm]) if isinstance(job, RunJob) else job for job in jobs]
 
 
 def best_rates(records: Sequence[Record], score: Score | None) -> dict[Arm, float]:
-    """Of each arm, the rate with the highest mean score over the tuning seeds; of equals the lowest.
+    """Return the rate of each arm with the highest mean score over the tuning seeds; the lowest one in case of a tie.
 
     Args:
-        records: of the tuning runs alone.
-        score: the means over seeds of its numbers are compared one after the other.
+        records: records of the tuning runs only.
+        score: score whose numbers are averaged over seeds and then compared as a tuple.
     """
     assert score is not None, "a recipe with a grid says by what it is tuned"
 
@@ -36,13 +36,13 @@ def best_rates(records: Sequence[Record], score: Score | None) -> dict[Arm, floa
         return tuple(statistics.fmean(numbers) for numbers in zip(*map(score, runs), strict=True))
 
     return {
-        arm: max(sorted(by_rate), key=lambda rate: mean(by_rate[rate]))  # called at once
+        arm: max(sorted(by_rate), key=lambda rate: mean(by_rate[rate]))  # called immediately
         for arm, by_rate in by_tuned_arm(records).items()
     }
 
 
 def by_tuned_arm(records: Sequence[Record]) -> dict[Arm, dict[float, list[Record]]]:
-    """Tuning runs by arm and learning rate."""
+    """Return the tuning runs by arm and learning rate."""
     found: dict[Arm, dict[float, list[Record]]] = {}
     for record in records:
         assert record.tunes is not None
@@ -52,12 +52,12 @@ def by_tuned_arm(records: Sequence[Record]) -> dict[Arm, dict[float, list[Record
 
 
 def reached_soonest(name: str, level: float, *, last: int) -> Score:
-    """Score by accuracy `name` at the end, `level` being as good as more; of those that reach it, by how soon.
+    """Score runs by their final accuracy up to `level`, and runs that reach `level` by how soon they do.
 
     Args:
-        name: of the accuracy.
-        level: which is as good as any more.
-        last: evaluations whose mean is the accuracy at the end.
+        name: name of the accuracy.
+        level: accuracy above which more is not better.
+        last: number of evaluations whose mean is the final accuracy.
     """
 
     def score(record: Record) -> tuple[float, ...]:
@@ -71,7 +71,7 @@ def reached_soonest(name: str, level: float, *, last: int) -> Score:
 
 
 def least_loss(*, last: int = 1) -> Score:
-    """Score by the validation loss, the mean of the `last` evaluations; lower is better, and to diverge is worst."""
+    """Score runs by the mean validation loss of the `last` evaluations; a run that diverged has the lowest score."""
     return Score(
         lambda record: (-math.inf if diverged(record) else -last_mean(record, "loss", last),),
         "the validation loss at the end",

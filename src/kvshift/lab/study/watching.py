@@ -1,4 +1,4 @@
-"""How far the jobs of a sweep are, told while they run in other processes or other threads."""
+"""Progress of the jobs of a sweep, reported while they run in other processes or threads."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tqdm.auto import tqdm
 from kvshift.lab.core.messages import say
 from kvshift.lab.study.recipe import Job
 
-_APART = 60.0  # seconds between two lines, where stderr is no terminal
-_TAIL = 2**16  # bytes at the end of a file of metrics that are looked at
+_APART = 60.0  # seconds between two lines if stderr is not a terminal
+_TAIL = 2**16  # bytes that are read from the end of a file of metrics
 
 
 @contextmanager
 def watching(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None = None) -> Iterator[set[int]]:
-    """While this lasts, tell how many of `jobs` have ended, how far others are, and about how long it still takes.
+    """Report the number of finished jobs, the progress of the others and the estimated time left, inside the block.
 
     Args:
-        jobs: with their folders, from whose files all of this is read.
-        seconds: between two looks; None: one on a terminal, which has a bar, and else 60.
+        jobs: jobs and their folders, from whose files the progress is read.
+        seconds: time between two reports; None for 1 on a terminal, with a progress bar, and 60 elsewhere.
 
     Yields:
         The numbers of the jobs that have ended, for the caller to fill in.
@@ -38,7 +38,7 @@ def watching(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None = None) 
     end, start, ended = threading.Event(), time.monotonic(), set[int]()
 
     def look() -> list[tuple[str, float]]:
-        """Of each job what is to be said, if anything, and what share of it is done."""
+        """Return the progress of each job as text, empty if there is none to report, and as a share of its steps."""
         found = []
         for number, (job, out) in enumerate(jobs):
             done, total = job.progress(out)
@@ -75,7 +75,7 @@ def watching(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None = None) 
 
 
 def last_step(metrics: Path) -> int:
-    """The step of the last whole line of a metrics.jsonl; 0 where there is none."""
+    """Return the step of the last complete line of a metrics.jsonl; 0 if there is none."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -85,6 +85,6 @@ def last_step(metrics: Path) -> int:
     for line in reversed(lines):
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):  # cut off, or damaged
+        except (ValueError, KeyError, TypeError):  # incomplete or damaged
             continue
     return 0
