@@ -139,7 +139,7 @@ def exchange_halo(
     chunks = _chunks_of_shard(layout)
     length = _check_tensors(tensors, chunks)
     if rows < 1:
-        raise ValueError(f"rows must be at least 1 (the window less one), got {rows}")
+        raise ValueError(f"rows must be at least 1 (window - 1), got {rows}")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     leaving, arriving = _routes(rank, size, layout, length // chunks, rows)
     sent = [token for tokens in leaving for token in tokens]
