@@ -1,7 +1,7 @@
 """KV Shifting Attention: every key/value head mixes the current token's key and value with the previous token's.
 
-What is listed here is the public API; nothing else is promised. Each name is imported when it is first used: torch
-takes seconds to import, and `kvshift --help` does not need it.
+The names in `__all__` are the public API; nothing else is promised. Each name is imported on first use, because
+importing torch takes seconds and `kvshift --help` does not need it.
 """
 
 from importlib import import_module

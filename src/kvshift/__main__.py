@@ -1,4 +1,4 @@
-"""`python -m kvshift`, which is what `torchrun -m kvshift train ...` starts."""
+"""Entry point of `python -m kvshift`, also used by `torchrun -m kvshift train ...`."""
 
 from kvshift.cli import run_and_exit
 

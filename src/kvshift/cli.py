@@ -1,8 +1,8 @@
 """The command line: `kvshift COMMAND [OPTIONS]`.
 
-A command is a frozen dataclass of options, which tyro reads from the command line, and a function of it. They stand in
-two modules: the options are imported when the command is chosen, the function when the options have been read. torch
-and transformers take seconds to import, and `kvshift COMMAND --help` needs neither.
+A command consists of a frozen dataclass of options, which tyro reads from the command line, and a function that takes
+them. They are in separate modules: the options are imported once the command is known, the function once the options
+have been read. Importing torch and transformers takes seconds, and `kvshift COMMAND --help` needs neither.
 """
 
 import atexit
@@ -20,11 +20,11 @@ import kvshift
 class _Command:
     summary: str
     options: str  # module:dataclass; the module imports neither torch nor transformers
-    function: str  # module:function; options -> None, raises LabError on what the user can fix
-    example: str = ""  # what to type
-    first: tuple[str, ...] = ()  # the options that --help lists, where --help-all lists all
-    from_file: bool = False  # options may also come from a file, `--config`
-    passes_on: bool = False  # all that follows the first argument goes to another program, whatever it looks like
+    function: str  # module:function; options -> None, raises LabError for what the user can fix
+    example: str = ""  # an example command line
+    first: tuple[str, ...] = ()  # the options that --help lists; --help-all lists all
+    from_file: bool = False  # whether options may also come from a file (`--config`)
+    passes_on: bool = False  # whether all arguments after the first go to another program unparsed
 
 
 _COMMANDS = {
@@ -168,10 +168,10 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `kvshift` on `arguments` (default: those of the process); returns the exit code.
+    """Run `kvshift` with `arguments` (default: `sys.argv[1:]`) and return the exit code.
 
-    0: done. 1: a fault of ours, with its traceback; from `check` and `doctor`, what is wrong. 2: bad options or input.
-    3: the run failed while it ran. 4: the run folder is in use. 128 + the number of the signal that ended it: 130, 143.
+    0: success. 1: an internal error, with its traceback, or a problem found by `check` or `doctor`. 2: bad options or
+    input. 3: the run failed while it ran. 4: the run folder is in use. 128 + n: ended by signal n (130 or 143).
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "--help-all"):
@@ -185,20 +185,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _run(name, rest)
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:  # also while modules are imported
+    except KeyboardInterrupt:  # may also occur while modules are being imported
         print(f"\nkvshift {name}: interrupted", file=sys.stderr)
         return 130
 
 
 def run_and_exit() -> NoReturn:
-    """Run `main`, and end this process with its exit code.
+    """Run `main` and end this process with its exit code.
 
-    One process of several ends as soon as Python's own exit handlers have run. What PyTorch's libraries do after them
-    now and then aborts a process that has finished ("terminate called without an active exception", seen with torch
-    2.13 over gloo), and torchrun then takes the whole run for failed.
+    In a run of several processes, each ends as soon as Python's own exit handlers have run. Otherwise the cleanup of
+    PyTorch's libraries occasionally aborts a finished process ("terminate called without an active exception", seen
+    with torch 2.13 and gloo), and torchrun then reports the whole run as failed.
     """
     try:
         code = main()
@@ -206,7 +206,7 @@ def run_and_exit() -> NoReturn:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         if isinstance(left.code, str):
             print(left.code, file=sys.stderr)
-    # After a Ctrl-C inside `exec`, which namedtuples and dataclasses use, Python would end by SIGINT, caught or not.
+    # After a Ctrl-C inside `exec`, which namedtuples and dataclasses use, Python exits by SIGINT even if it was caught.
     if "RANK" in os.environ or code == 130:
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -225,7 +225,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     about = {"description": command.summary, "example": command.example, "first": command.first}
     try:
         options = _imported(reader)(_imported(command.options), arguments, prog=f"kvshift {name}", **about)
-        if os.environ.get("RANK", "0") == "0":  # of several processes the first says what is wrong; torchrun ends all
+        if os.environ.get("RANK", "0") == "0":  # only the first of several processes reports errors; torchrun ends all
             for look in ("check", "check_paths"):  # before torch is imported
                 getattr(options, look, lambda: None)()
         _imported(command.function)(options)

@@ -1,4 +1,4 @@
-"""Level 1: modules. Needs torch and `kvshift.ops`."""
+"""Level 1: modules, which depend on torch and `kvshift.ops` alone."""
 
 from kvshift.layers.attention import KVShiftAttention
 from kvshift.layers.attention_state import AttentionState

@@ -1,7 +1,7 @@
-"""A complete attention layer with KV shift, for models of your own in plain PyTorch.
+"""A complete attention layer with KV shift, for custom models in plain PyTorch.
 
 Shapes: B batch, T positions, S sequences, N cached keys, K keys attended to, H query heads, G KV heads, D head size,
-E model width. L is B, or 1 where all rows are alike.
+E model width. L is B, or 1 if all rows are alike.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class KVShiftAttention(nn.Module):
         q, k = RoPE(q), RoPE(k)                            or ALiBi, added to the scores
         out = W_o softmax(q k^T / sqrt(D)) v               over keys  t - sliding_window < s <= t
 
-    Training, prefill in one or several chunks, and decoding are the same call: state in, state out. Feeding a sequence
-    in pieces, each with the state that the previous call returned, equals feeding it whole.
+    Training, prefill in one or several chunks, and decoding use the same call, which takes a state and returns one.
+    Feeding a sequence in pieces, each with the state that the previous call returned, gives the same result as feeding
+    it whole.
 
         layer = KVShiftAttention(embed_dim=64, num_heads=4)
         out, _ = layer(x)                                  training
@@ -43,24 +44,26 @@ class KVShiftAttention(nn.Module):
         out, state = layer(next_token, state=state)        decoding
 
     Args:
-        embed_dim: E.
-        num_heads: H.
-        num_kv_heads: G, a divisor of H; H by default. Query head h reads KV head h // (H / G).
-        head_dim: D; E / H by default.
+        embed_dim: width of the model, E.
+        num_heads: number of query heads, H.
+        num_kv_heads: number of KV heads, G, a divisor of H; H by default. Query head h uses KV head h // (H / G).
+        head_dim: head size, D; E / H by default.
         position_encoding: "rope" (split-half pairs, as in Llama), "alibi" or "none".
         rope_base: base of the rotary frequencies.
-        qk_norm: RMSNorm over each query and key head (eps 1e-5, one learned gain of D numbers for all query heads and
-            one for all key heads).
-        sliding_window: each token attends to this many tokens, itself included; None for all before it.
+        qk_norm: whether to apply RMSNorm to each query and key head (eps 1e-5, one learned gain of D numbers for all
+            query heads and one for all key heads).
+        sliding_window: number of tokens that each token attends to, including itself. None for all previous tokens.
         bias: whether the four projections have a bias.
-        dropout: dropout of the attention weights in training.
-        shift_options: what is shifted, and how; `ShiftOptions(targets=())` is plain attention.
-        max_rollback: how many tokens `AttentionState.crop` can take back, for drafts that are rejected: that many
-            more raw keys and values are kept.
-        device, dtype: of the parameters; the shift's coefficients are float32 all the same.
+        dropout: dropout probability of the attention weights in training.
+        shift_options: which tensors are shifted, and how. `ShiftOptions(targets=())` gives plain attention.
+        max_rollback: number of tokens that `AttentionState.crop` can remove, for rejected drafts. The state keeps this
+            many additional raw keys and values.
+        device, dtype: device and dtype of the parameters. The coefficients of the shift are always float32.
 
     Attributes:
-        q_proj, k_proj, v_proj, o_proj: linear maps; q_norm, k_norm: with `qk_norm`; shift: the `KVShift`.
+        q_proj, k_proj, v_proj, o_proj: the linear projections.
+        q_norm, k_norm: the norms; only with `qk_norm`.
+        shift: the `KVShift`.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class KVShiftAttention(nn.Module):
         self.shift = KVShift(num_kv_heads, shift_options, num_heads=num_heads, device=device)
 
     def reset_parameters(self) -> None:
-        """Draw the start values again: PyTorch's own for the linear maps, `KVShift`'s for the coefficients."""
+        """Initialise the parameters again, as `torch.nn.Linear`, `torch.nn.RMSNorm` and `KVShift` do."""
         for module in self.children():
             cast(Any, module).reset_parameters()
 
@@ -137,22 +140,23 @@ class KVShiftAttention(nn.Module):
         positions: Tensor | None = None,
         state: AttentionState | None = None,
     ) -> tuple[Tensor, AttentionState]:
-        """Attend.
+        """Compute attention for the tokens of x, after those of `state`.
 
         Args:
-            x: (B, T, E).
-            mask: False on padding, (B, T) bool, for the positions of this call alone; left, right or in between. The
-                output there is zero, and the input there has no effect.
-            cu_seqlens: boundaries of the sequences packed into the one row of x (B = 1): (S + 1,) integers, from 0 to
-                T, never decreasing. Nothing is seen across them.
+            x: input, (B, T, E).
+            mask: False on padding, (B, T) bool, for the positions of this call only. Padding may be on the left, on the
+                right or in between. There, the output is zero and the input has no effect.
+            cu_seqlens: boundaries of the sequences packed into the single row of x (B = 1), (S + 1,) int32 or int64,
+                from 0 to T, never decreasing. No token attends across them.
             seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
-                first of a sequence continues from `state`; the new state is that of the last. Not with `cu_seqlens`.
-            positions: (B, T), where the rotary embedding takes its angles. None counts the real tokens of each
-                document, those of `state` included.
-            state: the state that an earlier call returned for the same B rows or S sequences; None if they begin here.
+                first document of a row continues `state`, and the new state belongs to the last. Cannot be combined
+                with `cu_seqlens`.
+            positions: positions for the rotary embedding, (B, T). By default, the real tokens of each document are
+                counted, including those of `state`.
+            state: state returned by an earlier call for the same B rows or S sequences. None if they begin here.
 
         Returns:
-            out (B, T, E) and the new state.
+            The output, (B, T, E), and the new state.
 
         Raises:
             TypeError, ValueError: an argument has the wrong type, dtype, device or shape; the message names it.
@@ -203,12 +207,12 @@ class KVShiftAttention(nn.Module):
         packed = None
         if cu_seqlens is not None:
             packed = torch.where(key_positions.rank >= 0, key_positions.document, -1).squeeze(0)
-        elif bounded:  # what the next token sees: the real keys of the last document of each row
+        elif bounded:  # the next token sees the real keys of the last document of each row
             kept = (key_positions.rank >= 0) & (key_positions.document == key_positions.document[:, -1:])
             k, v = flush_right(k, v, kept, k.shape[1])
         if state is None:
             return out, AttentionState(k, v, seen, next_state, self.max_rollback, self.max_rollback, packed)
-        # With boundaries a sequence may have got fewer tokens than positions: its state has not grown.
+        # With boundaries, a sequence may have fewer tokens than positions, so its state has not grown.
         rollback = min(state.max_rollback, state.rollback + (0 if bounded else length))
         return out, AttentionState(k, v, seen, next_state, rollback, state.max_rollback, packed)
 
@@ -220,7 +224,7 @@ class KVShiftAttention(nn.Module):
         )
 
     def _start(self, sequences: int, k: Tensor) -> ShiftState | None:
-        """The raw rows of sequences that have not begun, where more are kept than the shift by itself would."""
+        """Return the initial state of the shift if more rows are kept than its window needs; otherwise None."""
         if not (self.shift.targets and self.max_rollback):
             return None
         rows = self.shift.options.window - 1 + self.max_rollback
@@ -230,16 +234,16 @@ class KVShiftAttention(nn.Module):
         return replace(start, q=k.new_zeros(sequences, rows, self.num_heads, self.head_dim))
 
     def _past(self, state: AttentionState, packed: bool) -> tuple[Tensor, Tensor, Positions]:
-        """The cached keys and values that can still be seen, with their positions; all in one row for a pack."""
+        """Return the cached keys and values that can still be seen, and their positions; in one row for a pack."""
         k, v = state.k, state.v
-        if self.sliding_window is not None:  # a roll-back brings this many older ones into the window
+        if self.sliding_window is not None:  # a roll-back brings older keys into the window
             first = max(0, k.shape[1] - (self.sliding_window - 1 + state.max_rollback))
             k, v = k[:, first:], v[:, first:]
         current = cached_positions(state.seen, k.shape[1], packed)
         return (k.flatten(0, 1).unsqueeze(0), v.flatten(0, 1).unsqueeze(0), current) if packed else (k, v, current)
 
     def _bias(self, queries: Positions, keys: Positions, dtype: torch.dtype) -> Tensor:
-        """What softmax is told about each pair: (L, 1, T, K) booleans, or with ALiBi (L, H, T, K) terms to add."""
+        """Return the attention mask: (L, 1, T, K) booleans or, with ALiBi, (L, H, T, K) terms to add to the scores."""
         seen_LTK = visible(queries, keys, self.sliding_window).unsqueeze(1)
         if self.position_encoding != "alibi":
             return seen_LTK
@@ -249,7 +253,7 @@ class KVShiftAttention(nn.Module):
         return torch.where(seen_LTK, -slope_H11 * distance_LTK, -torch.inf).to(dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        """(B, H, T, D), (B, G, K, D), (B, G, K, D) -> (B, T, H * D); causal without a bias."""
+        """Attend, causally without a bias: (B, H, T, D), (B, G, K, D), (B, G, K, D) -> (B, T, H * D)."""
         grouped = self.num_kv_heads < self.num_heads
         if grouped and bias is not None:  # kernels that take a bias do not take grouped heads
             k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for x in (k, v))
@@ -295,7 +299,7 @@ class KVShiftAttention(nn.Module):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm in the dtype of the gain, which autocast leaves in float32; rounded to that of x."""
+    """RMSNorm computed in the dtype of the gain, which autocast leaves in float32, and rounded to the dtype of x."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)

@@ -1,6 +1,6 @@
-"""What an attention layer remembers between two calls.
+"""The state of an attention layer between two calls.
 
-Shapes: S sequences, N cached keys of each (the newest last), G KV heads, D head size.
+Shapes: S sequences, N cached keys per sequence (newest last), G KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from kvshift.ops.state import SequenceState
 class AttentionState(SequenceState):
     """The cache of one `KVShiftAttention` layer for S sequences.
 
-    Sequences are flushed right: the newest keys are last, and columns from before a sequence began are padding.
-    Sequences of different lengths can therefore continue together. A layer with a sliding window drops keys that no
-    later token can reach. Every method moves all parts at once and returns a new state.
+    Sequences are aligned to the right: the newest keys are last, and columns from before a sequence began are padding,
+    so that sequences of different lengths can continue together. A layer with a sliding window drops keys that no later
+    token can reach. Every method changes all parts consistently and returns a new state.
 
     Attributes:
-        k: keys, shifted, normalised and rotated, (S, N, G, D).
-        v: values, shifted, (S, N, G, D).
-        seen: how many tokens each sequence has seen, (S,) int64; the position of its next token.
-        shift: the raw keys and values before the next token; None if the layer shifts nothing.
-        rollback: how many tokens `crop` can take back now.
-        max_rollback: that number after enough tokens, or after `reset`.
-        packed: (N,), the sequence that each key belongs to (-1: none), while the keys of all sequences are in one row,
-            as a call with `cu_seqlens` leaves them (k is then (1, N, G, D)). None otherwise.
+        k: shifted, normalised and rotated keys, (S, N, G, D).
+        v: shifted values, (S, N, G, D).
+        seen: number of tokens that each sequence has seen, (S,) int64, which is the position of its next token.
+        shift: raw keys and values before the next token; None if the layer shifts nothing.
+        rollback: number of tokens that `crop` can currently remove.
+        max_rollback: value of `rollback` after enough tokens, or after `reset`.
+        packed: sequence that each key belongs to, (N,), or -1 for none. After a call with `cu_seqlens`, the keys of all
+            sequences are in one row and k is (1, N, G, D). None otherwise.
     """
 
     k: Tensor
@@ -44,14 +44,14 @@ class AttentionState(SequenceState):
 
     @property
     def sequences(self) -> int:
-        """S, the number of sequences."""
+        """Number of sequences, S."""
         return self.seen.shape[0]
 
     def unpack(self) -> AttentionState:
-        """Give each sequence of a pack its own row. All other methods, and the layer, do this when needed.
+        """Give each sequence of a pack a row of its own. All other methods, and the layer, do this when needed.
 
-        N becomes the length of the longest sequence. This is the one step that makes a GPU wait and
-        a compiler break its graph.
+        N becomes the length of the longest sequence. This is the only step that synchronises with a GPU and causes a
+        graph break in torch.compile.
         """
         if self.packed is None:
             return self
@@ -61,12 +61,12 @@ class AttentionState(SequenceState):
         return replace(self, k=k, v=v, packed=None)
 
     def crop(self, tokens: int) -> AttentionState:
-        """Forget the last `tokens` tokens of every sequence, as after rejected drafts.
+        """Remove the last `tokens` tokens of every sequence, for example after rejected drafts.
 
         A sequence that has seen fewer tokens is empty afterwards.
 
         Raises:
-            ValueError: more than `rollback`.
+            ValueError: `tokens` is negative or exceeds `rollback`.
         """
         if tokens < 0:
             raise ValueError(f"tokens must be 0 or more, got {tokens}")
@@ -79,7 +79,7 @@ class AttentionState(SequenceState):
         whole = self.unpack()
         left = max(0, whole.k.shape[1] - tokens)
         shift = self.shift
-        if shift is not None:  # rollback never exceeds the rows beyond those that the window needs
+        if shift is not None:  # rollback is at most the number of rows that the window does not need
             shift = shift.crop(tokens, window=shift.rows - self.rollback + 1)
         return replace(
             whole,
@@ -91,7 +91,7 @@ class AttentionState(SequenceState):
         )
 
     def reset(self) -> AttentionState:
-        """The same S sequences, not begun."""
+        """Return the state of the same S sequences before their first token."""
         return replace(
             self,
             k=self.k.new_zeros(self.sequences, 0, *self.k.shape[2:]),
@@ -106,17 +106,17 @@ class AttentionState(SequenceState):
         return super()._map(fn) if self.packed is None else self.unpack()._map(fn)
 
 
-# A pytree, so that an exported program can take and return it.
+# A pytree, so that exported programs can take and return it.
 torch.export.register_dataclass(AttentionState)
 
 
 def flush_right(k: Tensor, v: Tensor, keep_SN: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Move the kept keys and values of each sequence to the end, in their order; zeros before them.
+    """Move the kept keys and values of each sequence to the end, in their order, and zero the columns before them.
 
     Args:
-        k, v: (S, N, G, D), or (1, N, G, D) where all sequences choose from one row.
-        keep_SN: which to keep.
-        length: how many columns to return; at least as many as any sequence keeps.
+        k, v: (S, N, G, D), or (1, N, G, D) if all sequences select from one row.
+        keep_SN: mask of the keys and values to keep.
+        length: number of columns to return, at least as many as any sequence keeps.
     """
     order_SN = keep_SN.long().argsort(dim=1, stable=True)[:, keep_SN.shape[1] - length :]
     kept_SN = keep_SN.gather(1, order_SN)[..., None, None]

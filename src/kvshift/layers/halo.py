@@ -1,10 +1,10 @@
-"""KV shift where every sequence is divided among processes (context parallelism): the tokens before a shard.
+"""KV shift for context parallelism, where every sequence is divided among processes.
 
-The first W - 1 tokens of a chunk are mixed with tokens that are in another process. `exchange_halo` fetches these, and
-`shift_shard` shifts a shard with them. How the C-token chunks of a sequence are divided among R ranks is its layout:
+The first W - 1 tokens of a chunk are mixed with tokens of another process. `exchange_halo` fetches these tokens, and
+`shift_shard` uses them to shift a shard. The layout defines how R ranks share the C-token chunks of a sequence:
 
     "contiguous"    rank r holds chunk r of R
-    "headtail"      rank r holds chunks r and 2R-1-r of 2R, side by side, so that causal attention costs all ranks alike
+    "headtail"      rank r holds chunks r and 2R-1-r of 2R, side by side, which balances the cost of causal attention
 
 Shapes: B batch, L tokens of a shard, N chunks of a shard, C = L / N, H query heads, G KV heads, D head size, W window.
 """
@@ -39,24 +39,24 @@ def shift_shard(
     layout: Layout = "contiguous",
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Shift this rank's part of every sequence: what `kvshift.kv_shift` gives for its tokens in the whole sequence.
+    """Shift this rank's part of every sequence, with the same result as `kvshift.kv_shift` on the whole sequence.
 
         k_hat[t] = alpha[:, 0] * k[t] + alpha[:, 1] * k[t-1] + ... + alpha[:, W-1] * k[t-W+1]
 
-    v with beta and q with gamma likewise. Lag j is read exactly where positions[t] >= j; the result has the same bits
-    as in one process. Every rank of the group must call this, and must differentiate what it returns if one does:
-    the gradients of the tokens that were fetched travel back to the rank that holds them. The gradients of the
-    coefficients are those of this shard; sum them over the group like those of any other weight.
+    The same applies to v with beta and to q with gamma. Lag j is read exactly where positions[t] >= j. The result has
+    the same bits as in a single process. Every rank of the group must call this function and, if one rank
+    differentiates the result, all must, because the gradients of fetched tokens are sent back to the ranks that own
+    them. The gradients of the coefficients are those of this shard; sum them over the group, as for any other weight.
 
-    All fetched tokens travel in one exchange (`exchange_halo`).
+    All tokens are fetched in one exchange (`exchange_halo`).
 
     Args:
         k: raw keys, after projection and before QK-norm and rotary embedding, (B, L, G, Dk).
         v: raw values, (B, L, G, Dv).
-        alpha, beta: coefficients, (G, W); None: not shifted. `KVShift.coefficients()` has those of a layer.
-        q, gamma: raw queries, (B, L, H, Dk), and their coefficients, (H, W), where queries are shifted too.
-        positions: position of each token of this shard in its document, (B, L) or (1, L) integers; every document
-            counts from 0. None: each row of the batch is one document.
+        alpha, beta: coefficients, (G, W), for example from `KVShift.coefficients()`. If None, k or v is not shifted.
+        q, gamma: raw queries, (B, L, H, Dk), and their coefficients, (H, W), if queries are shifted too.
+        positions: position of each token of this shard in its document, counted from 0, (B, L) or (1, L) integers.
+            None if each row of the batch is one document.
         group, layout: as in `exchange_halo`.
         backend: as in `kv_shift`.
 
@@ -85,7 +85,7 @@ def shift_shard(
         _check_positions(positions, k)
         positions = _by_chunk(positions.expand(k.shape[0], -1), chunks)
         documents = (positions == 0).cumsum(1)
-        lags = torch.arange(rows, 0, -1, device=k.device)  # of the rows of a halo, seen from the chunk's first token
+        lags = torch.arange(rows, 0, -1, device=k.device)  # from the first token of a chunk to the rows of its halo
         same_document = (positions[:, :1] >= lags)[..., None, None]
 
     halos = exchange_halo([*shifted.values()], rows, group=group, layout=layout)
@@ -108,24 +108,24 @@ def exchange_halo(
     group: dist.ProcessGroup | None = None,
     layout: Layout = "contiguous",
 ) -> list[Tensor]:
-    """The tokens before each chunk of this rank's shard, from the ranks that hold them; differentiable.
+    """Fetch the tokens before each chunk of this rank's shard from the ranks that hold them; differentiable.
 
         halo[:, n, i] = token  c[n] * C - rows + i  of the sequence, where c[n] is the n-th chunk of this rank
 
-    Zeros precede the first token of the sequence. Documents do not matter here: the reader of a halo uses only the part
+    Tokens before the first of the sequence are zeros. The halo ignores documents: its reader must use only the part
     that belongs to the document of the reading token.
 
-    It is one all-to-all, in which a rank with C >= rows sends tokens to the next rank alone in the contiguous layout,
-    and to each neighbour in the head-tail layout; in backward, the gradients travel the other way. With shorter chunks,
-    tokens come from ranks further away too.
+    This is one all-to-all, in which a rank with C >= rows sends tokens only to the next rank in the contiguous layout,
+    and to both neighbours in the head-tail layout; in backward, gradients travel the other way. With shorter chunks,
+    tokens also come from more distant ranks.
 
     Every rank of the group must call this with tensors of the same shapes. If one rank differentiates the result, all
-    must: a rank whose loss does not depend on its halo would keep its neighbours waiting.
+    must: a rank whose loss does not depend on its halo would otherwise block its neighbours.
 
     Args:
         tensors: the tensors to exchange together, (B, L, ...), of one dtype and device.
-        rows: how many tokens; W - 1 for a window of W.
-        group: the processes that share each sequence, in the order of the layout; None: all.
+        rows: number of tokens before each chunk; W - 1 for a window of W.
+        group: the processes that share each sequence, in the order of the layout. None for all processes.
         layout: "contiguous" or "headtail".
 
     Returns:
@@ -155,7 +155,7 @@ def exchange_halo(
     if received.requires_grad and not torch.compiler.is_compiling():
         received.register_hook(_refuse_second_derivative)
 
-    # Where nothing arrives, it is still a part of the graph: backward must come to the exchange, as others wait for it.
+    # Even if nothing arrives, the result stays in the graph: backward must reach the exchange, for which others wait.
     found = torch.cat([received, received.new_zeros(1, *received.shape[1:])])
     index_of = {row: i for i, row in enumerate(place for places in arriving for place in places)}
     halo = torch.stack([found[index_of.get(row, -1)] for row in range(chunks * rows)], dim=1)
@@ -164,12 +164,12 @@ def exchange_halo(
 
 
 def _held_chunks(rank: int, size: int, layout: Layout) -> tuple[int, ...]:
-    """The chunks that one of `size` ranks holds, in their order in its shard."""
+    """Return the chunks that one of `size` ranks holds, in the order of its shard."""
     return (rank,) if layout == "contiguous" else (rank, 2 * size - 1 - rank)
 
 
 def _routes(rank: int, size: int, layout: Layout, length: int, rows: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Which tokens of its shard a rank sends to each rank, and into which rows of its halo go those from each.
+    """Return the tokens of its shard that a rank sends to each rank, and the rows of its halo that it gets from each.
 
     Args:
         length: C.
@@ -198,19 +198,19 @@ def _refuse_second_derivative(_: Tensor) -> None:
 
 
 def _by_chunk(x: Tensor, chunks: int) -> Tensor:
-    """(B, L, ...) as (B * N, C, ...)."""
+    """Reshape (B, L, ...) to (B * N, C, ...)."""
     return x.unflatten(1, (chunks, -1)).flatten(0, 1)
 
 
 def _chunks_of_shard(layout: str) -> int:
-    """N, the chunks of a shard."""
+    """Return N, the number of chunks of a shard."""
     if layout not in ("contiguous", "headtail"):
         raise ValueError(f'layout must be "contiguous" or "headtail", got {layout!r}')
     return 1 if layout == "contiguous" else 2
 
 
 def _check_tensors(tensors: Sequence[Tensor], chunks: int) -> int:
-    """Returns L."""
+    """Check the tensors and return L."""
     if not tensors:
         raise ValueError("tensors must hold at least one tensor, got none")
     first = tensors[0]

@@ -1,4 +1,4 @@
-"""What an optimizer must know of the coefficients: their group, and the interval of clamped ones."""
+"""Optimizer support for the coefficients: parameter groups, and clamping after each step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Divide the trainable parameters of a model into groups for a PyTorch optimizer.
 
-    Matrices and embeddings decay; vectors (norms, biases) do not. Nor do shift coefficients, although they are (G, W)
-    matrices: decay would pull the coefficient of the current token to 0, not to 1, and switch the head off.
+    Weight decay applies to matrices and embeddings, but not to vectors (norms, biases). It does not apply to shift
+    coefficients either, although they are (G, W) matrices: it would pull the coefficient of the current token to 0,
+    not to 1, and switch the head off.
 
         optimizer = torch.optim.AdamW(param_groups(model, lr=2e-4), betas=(0.9, 0.95))
 
     Args:
-        model: any module; its `KVShift` layers are found wherever they are.
+        model: any module; its `KVShift` layers are found at any depth.
         lr: learning rate of the first two groups.
         weight_decay: weight decay of the first group; 0.1 in the paper.
-        shift_lr_multiplier: the coefficients learn at `lr * shift_lr_multiplier`.
+        shift_lr_multiplier: the learning rate of the coefficients is `lr * shift_lr_multiplier`.
 
     Returns:
-        Groups named "decay", "no_decay" and "shift", each with "params", "lr" and "weight_decay"; empty ones are
-        left out, and a parameter shared by several modules comes once.
+        Groups named "decay", "no_decay" and "shift", each with "params", "lr" and "weight_decay". Empty groups are
+        omitted, and a parameter shared by several modules occurs once.
     """
     _require_module(model)
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("shift_lr_multiplier", shift_lr_multiplier)):
@@ -43,7 +44,7 @@ def param_groups(
         id(parameter)
         for module in model.modules()
         if isinstance(module, KVShift)
-        for parameter in module.parameters()  # of parametrizations too, whose originals are children
+        for parameter in module.parameters()  # also of its children: the originals of parametrizations
     }
     groups: dict[str, dict[str, Any]] = {
         "decay": {"lr": lr, "weight_decay": weight_decay},
@@ -58,15 +59,15 @@ def param_groups(
 
 
 def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
-    """Bring the coefficients of every "clamp" layer back into [0, 1] after each step of `optimizer`.
+    """Clamp the coefficients of every "clamp" layer to [0, 1] after each step of `optimizer`.
 
         a <- min(max(a, 0), 1)
 
-    This is the paper's "0 to 1" variant (appendix F.1). Without it, the layers clamp only in forward, and a
+    This is the "0 to 1" variant of the paper (appendix F.1). Without it, the layers clamp only in forward, and a
     coefficient that has left the interval gets no gradient that could bring it back.
 
     Returns:
-        A handle whose `remove()` ends it.
+        A handle whose `remove()` stops the clamping.
     """
     _require_module(model)
     layers = [

@@ -1,4 +1,4 @@
-"""What a shift can be told, declared and checked once; models, retrofits and the lab pass it on whole."""
+"""The options of a shift, declared and checked here for layers, models, retrofits and the lab."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class ShiftOptions:
     """The options of `kvshift.KVShift`.
 
     Attributes:
-        targets: which of "q", "k", "v" to shift, kept in this order; ("k", "v") is the paper's method, ("k",) and
-            ("v",) its ablations, () vanilla attention.
-        window: W, how many tokens are mixed, the current one included; 2 or more. (The paper's "KV shifting 1, 2, 3"
-            are W = 2, 3, 4.)
-        constraint: "free": the parameters are the coefficients. "gate": a1 = sigmoid(parameter), a2 = 1 - a1; window
-            2 only. "clamp": the parameters clamped to [0, 1]; see `kvshift.clamp_after_step`.
-        init: "uniform": all but the last coefficient ~ U(0, 1), the last is 1 minus their sum (the paper's).
-            "identity": (1, 0, ...): at first the layer changes nothing.
+        targets: which of "q", "k" and "v" to shift, stored in this order. ("k", "v") is the method of the paper, ("k",)
+            and ("v",) are its ablations, and () is vanilla attention.
+        window: number of tokens that are mixed, W, including the current one; at least 2. (The "KV shifting 1, 2, 3" of
+            the paper are W = 2, 3, 4.)
+        constraint: "free": the parameters are the coefficients. "gate": a1 = sigmoid(parameter) and a2 = 1 - a1, for
+            window 2 only. "clamp": the parameters are clamped to [0, 1]; see `kvshift.clamp_after_step`.
+        init: "uniform" (as in the paper): all but the last coefficient ~ U(0, 1), and the last is 1 minus their sum.
+            "identity": (1, 0, ...), so that the layer changes nothing at first.
 
     Raises:
-        ValueError: an option has another value; the message names it, its value and the allowed values.
+        ValueError: an option has an invalid value. The message states the option, the value and the allowed values.
 
     Source:
         Xu, Wang, Chen (ICML 2025): equation 5; QKV-shift: appendix G; gate and clamp ("0 to 1"): appendix F.1; windows:
@@ -46,18 +46,18 @@ class ShiftOptions:
 
     @classmethod
     def of(cls, source: Any, *, name: str = "shift_") -> ShiftOptions:
-        """The options that a configuration has as `shift_targets`, `shift_window`, `shift_constraint`, `shift_init`.
+        """Read a configuration's `shift_targets`, `shift_window`, `shift_constraint` and `shift_init`.
 
         Args:
             source: the configuration.
-            name: prefix of its fields in messages.
+            name: prefix of the options in error messages.
         """
         values = {field.name: getattr(source, f"shift_{field.name}") for field in fields(cls)}
-        _check(**values, name=name)  # in the names of the configuration
+        _check(**values, name=name)  # errors use the names of the configuration
         return cls(**values)
 
     def as_fields(self) -> dict[str, Any]:
-        """The inverse of `of`: fields of a configuration, with a list where JSON has one."""
+        """Return the options as fields of a configuration, the inverse of `of`, with a list for JSON."""
         return {
             "shift_targets": list(self.targets),
             "shift_window": self.window,

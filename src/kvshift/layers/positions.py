@@ -1,6 +1,6 @@
-"""Where tokens stand and who sees whom: counting, visibility, rotary embedding, ALiBi.
+"""Positions of tokens, visibility of keys, rotary embedding and ALiBi.
 
-Shapes: B batch, T positions, K keys, S sequences, H query heads, D head size. L is B, or 1 where all rows are alike.
+Shapes: B batch, T positions, K keys, S sequences, H query heads, D head size. L is B, or 1 if all rows are alike.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Positions:
     """The position of every token in its sequence.
 
     Attributes:
-        document: (L, T), the sequence of the pack, or the document of the row, that holds the token.
-        rank: (L, T), how many tokens of its document stand before it, those of earlier calls included; -1 on padding.
+        document: index of the sequence in the pack, or of the document in the row, that contains the token, (L, T).
+        rank: number of tokens before it in its document, including those of earlier calls, (L, T); -1 on padding.
     """
 
     document: Tensor
     rank: Tensor
 
     def followed_by(self, later: Positions) -> Positions:
-        """These tokens, and after them those."""
+        """Return the positions of these tokens followed by those of `later`."""
         return Positions(torch.cat([self.document, later.document], dim=1), torch.cat([self.rank, later.rank], dim=1))
 
 
@@ -42,17 +42,17 @@ def count_tokens(
     seq_idx: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Positions, Tensor]:
-    """Place the tokens of this call.
+    """Compute the positions of the tokens of a call.
 
     Args:
         batch: B.
         length: T.
-        device: where to count.
-        seen: (S,), the tokens that each sequence has seen before; None for none.
+        device: device of the results.
+        seen: number of tokens that each sequence has seen before, (S,). None for none.
         cu_seqlens, seq_idx, mask: as in `kvshift.kv_shift`; at most one of the first two.
 
     Returns:
-        Their positions and the new `seen`. With `seq_idx` that is of the last document of each row.
+        The positions and the new `seen`. With `seq_idx`, the latter refers to the last document of each row.
     """
     order_T = torch.arange(length, device=device)
     if seen is None and cu_seqlens is None and seq_idx is None and mask is None:
@@ -60,7 +60,7 @@ def count_tokens(
         return Positions(torch.zeros_like(rank_LT), rank_LT), torch.full((batch,), length, device=device)
 
     real_BT = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
-    before_BT = real_BT.cumsum(1) - real_BT.long()  # real tokens of this call that stand before
+    before_BT = real_BT.cumsum(1) - real_BT.long()  # number of preceding real tokens of this call
     total_B = real_BT.sum(1)
     if cu_seqlens is not None:
         bound = cu_seqlens.long()
@@ -84,12 +84,12 @@ def count_tokens(
 
 
 def cached_positions(seen: Tensor, length: int, packed: bool) -> Positions:
-    """Positions of the last `length` tokens of every sequence; those before a sequence began have a rank below 0.
+    """Return the positions of the last `length` tokens of every sequence; ranks before its beginning are negative.
 
     Args:
-        seen: (S,), tokens of each sequence.
+        seen: number of tokens of each sequence, (S,).
         length: N.
-        packed: give them in one row, sequence after sequence, (1, S * N); otherwise (S, N).
+        packed: whether to return one row, sequence after sequence, (1, S * N), instead of (S, N).
     """
     rank_SN = seen.unsqueeze(1) + torch.arange(-length, 0, device=seen.device)
     if not packed:
@@ -99,11 +99,11 @@ def cached_positions(seen: Tensor, length: int, packed: bool) -> Positions:
 
 
 def visible(queries: Positions, keys: Positions, window: int | None) -> Tensor:
-    """Which key each query attends to: (L, T, K) booleans.
+    """Return the keys that each query attends to, (L, T, K) booleans.
 
-        keys of its own document with  rank_q - window < rank_k <= rank_q
+        keys of the same document with  rank_q - window < rank_k <= rank_q
 
-    A query that is padding attends to everything: softmax over nothing is NaN on some devices. Its output is dropped.
+    Padding queries attend to everything, because softmax over nothing is NaN on some devices. Their output is dropped.
     """
     q_rank_LT1, k_rank_L1K = queries.rank.unsqueeze(2), keys.rank.unsqueeze(1)
     seen_LTK = (queries.document.unsqueeze(2) == keys.document.unsqueeze(1)) & (k_rank_L1K >= 0)
@@ -114,13 +114,13 @@ def visible(queries: Positions, keys: Positions, window: int | None) -> Tensor:
 
 
 def rotary_table(positions: Tensor, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of  positions * base^(-2i / D),  i = 0 .. D/2 - 1.
+    """Return cosine and sine of  positions * base^(-2i / D),  i = 0 .. D/2 - 1.
 
     Args:
         positions: (L, T), integers or real numbers.
         size: D, even.
-        base: 10,000 in RoFormer and Llama.
-        dtype: of what is to be rotated; the table is in fp32, or fp64 for fp64.
+        base: base of the frequencies; 10,000 in RoFormer and Llama.
+        dtype: dtype of the tensors to rotate. The table is in fp32, or in fp64 for fp64.
 
     Returns:
         Two tensors (L, T, 1, D/2).
@@ -132,15 +132,15 @@ def rotary_table(positions: Tensor, size: int, base: float, dtype: torch.dtype) 
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Slopes of ALiBi, one for each query head.
+    """Return the slopes of ALiBi, one for each query head.
 
         2^(-8 (h + 1) / H),  h = 0 .. H - 1,  if H is a power of two
 
-    Otherwise those of the largest power of two below H, followed by every other one (the first, the third ...) of
-    twice that power.
+    Otherwise, return the slopes for the largest power of two below H, followed by every other slope (the first, the
+    third ...) for twice that power.
 
     Source:
-        Press, Smith, Lewis: Train Short, Test Long, ICLR 2022, and the code that they published with it.
+        Press, Smith, Lewis: Train Short, Test Long, ICLR 2022, and the accompanying code.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]

@@ -1,8 +1,8 @@
-"""Tensors that attention would keep for backward although they are cheap to recompute.
+"""Recomputation, in backward, of the tensors that attention would save although they are cheap to recompute.
 
-The shift keeps the raw keys and values, whose products with gradients are the gradients of its coefficients; attention
-keeps the shifted ones. Backward can make the latter from the former with one pass over memory, so one of the two is
-enough: what training keeps is then what it keeps without a shift.
+The shift saves the raw keys and values, which it needs for the gradients of its coefficients, and attention saves the
+shifted ones. Backward can recompute the shifted ones from the raw ones in one pass over memory. Saving only the raw
+ones therefore reduces the memory of training to that without a shift.
 
 Shapes: B batch, T positions, H query heads, G KV heads, D head size.
 """
@@ -30,7 +30,7 @@ from kvshift.ops.shift import with_plan
 from kvshift.ops.torch_ops import PLAIN, needs_traceable_ops
 
 KEEP_ALL: AbstractContextManager[None] = nullcontext()
-"""Stands for `recomputed` where nothing is to be left out."""
+"""The context used instead of `recomputed` if all tensors are to be saved."""
 
 _WORTH_RECOMPUTING = {"cpu": 2**20, "device": 2**21}  # elements
 _CAST = "ToCopyBackward0"
@@ -47,23 +47,23 @@ def recomputing(
     norms: Norms | None = None,
     **where: Any,
 ) -> AbstractContextManager[None]:
-    """While it is open, attention keeps the raw k and v for backward in place of the shifted ones.
+    """Within this context, attention saves the raw k and v for backward instead of the shifted ones.
 
-    Nothing changes, the bits of gradients included, but memory and one more pass of the shift. Tensors are kept as they
-    are where their coefficients are not trained, where other hooks handle what autograd keeps, and where hooks on the
-    modules may change what they return.
+    This saves memory at the cost of one more shift, and changes no bit of any result or gradient. Tensors are saved as
+    usual if their coefficients are not trained, if other hooks handle the tensors that autograd saves, or if hooks on
+    the modules could change their outputs.
 
     Args:
-        shift: the layer that shifted.
-        raw: k and v as `KVShift.forward` got them.
-        shifted: what it made of them and attention is about to be given, in any view.
-        state, rotary, norms, where: all else that `KVShift.forward` got.
+        shift: the layer that computed the shift.
+        raw: the k and v that were passed to `KVShift.forward`.
+        shifted: the k and v that it returned and that attention will get, in any view.
+        state, rotary, norms, where: the other arguments of `KVShift.forward`.
     """
     if not (is_worth_recomputing(raw[0]) and may_recompute(shift, *(norms or ()))):
         return KEEP_ALL
     parameters = (shift.alpha, shift.beta)
     if any(parameter is not None and not isinstance(parameter, nn.Parameter) for parameter in parameters):
-        return KEEP_ALL  # parametrized or pruned: computed once more, it might be another
+        return KEEP_ALL  # parametrized or pruned: could differ when it is recomputed
     trained = [parameter is not None and parameter.requires_grad for parameter in parameters]
     if not any(trained) or any(type(tensor) is not Tensor for tensor in (*raw, *shifted)):
         return KEEP_ALL
@@ -77,10 +77,10 @@ def recomputing(
         *(rotary or (None, None)), norms=norms, gamma=coefficients.get("q"), max_rows=0, **where,
     )  # fmt: skip
     path = fused_path(call)
-    call = call._replace(gamma=None)  # keys and values alone
-    if shares_plans():  # else it is made where it is needed again, if it is
+    call = call._replace(gamma=None)  # only keys and values
+    if shares_plans():  # otherwise, recomputation makes the plan, if it takes place
         call = with_plan(call)
-    if path == "unfused" and alpha is None:  # keys are kept
+    if path == "unfused" and alpha is None:  # keys are saved as usual
         call = call._replace(cos=None, sin=None, norms=None)
     read = [] if norms is None else [*norms[1].parameters(), *norms[1].buffers()]
     inputs = (*call[:TENSORS], *call.boundaries().values(), *read)
@@ -93,19 +93,19 @@ def recomputing(
 
 
 def is_worth_recomputing(x: Tensor) -> bool:
-    """Whether x is so large that shifting it once more in backward costs less than 1 % of a training step.
+    """Return True if x is so large that shifting it again in backward costs less than 1 % of a training step.
 
-    Each layer takes some 0.2 ms of CPU time whatever the size. On a CPU that is 1 % where a layer's part of a step
-    takes 20 ms; on a GPU it is nothing as long as the host waits for the GPU, not the GPU for it.
+    It takes about 0.2 ms of CPU time per layer, whatever the size. On a CPU, this is 1 % if a layer's part of a step
+    takes 20 ms. On a GPU, it costs nothing as long as the host waits for the GPU and not the GPU for the host.
     """
     return x.numel() >= _WORTH_RECOMPUTING["cpu" if x.is_cpu else "device"]
 
 
 def may_recompute(*modules: nn.Module) -> bool:
-    """Whether a graph is being recorded eagerly whose saved tensors nobody else handles, through `modules` as they are.
+    """Return True if autograd records eagerly, without other saved-tensor hooks and without hooks on `modules`.
 
-    Only the innermost hooks on saved tensors see a tensor: activation checkpointing, `save_on_cpu` or the user's own
-    must get theirs. A compiler decides by itself what to compute again. Hooks on a module may change what it returns.
+    Only the innermost saved-tensor hooks get a tensor, and those of activation checkpointing, `save_on_cpu` or the user
+    take precedence. A compiler decides by itself what to recompute. Hooks on a module may change its output.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or needs_traceable_ops():
         return False
@@ -125,39 +125,39 @@ def may_recompute(*modules: nn.Module) -> bool:
 def recomputed(
     outputs: Sequence[Tensor | None], function: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]
 ) -> Iterator[None]:
-    """While it is open, autograd keeps no tensor that is one of `outputs`; backward makes it again.
+    """Within this context, autograd does not save the tensors in `outputs`; backward recomputes them.
 
-    Left out are views of an output, whatever their shape, and two kinds of copies: in another dtype, as autocast makes
-    them, and with each head repeated for a group of query heads, as `repeat_kv` of transformers does. All else is kept.
-    What is recomputed stays until it has been asked for as often as it was left out: one call of `function` for one
-    backward pass.
+    This applies to views of an output, whatever their shape, and to two kinds of copies: those in another dtype, which
+    autocast makes, and those with each head repeated for a group of query heads, which `repeat_kv` of transformers
+    makes. All other tensors are saved. Recomputed tensors are kept until backward has used each of them as often as it
+    was not saved, so that `function` is called once per backward pass.
 
     Args:
-        outputs: what is given to attention; None where that tensor is to be kept. None of them shares memory with the
-            inputs.
-        function: makes all of them again: the same bits in the same layout of memory, in whatever view. Called
-            without gradients.
-        inputs: every tensor that `function` reads and that can change.
+        outputs: the inputs of attention, or None for those to be saved as usual. They must not share memory with
+            `inputs`.
+        function: recomputes all outputs, with the same bits and memory layout, in any view. It is called without
+            gradients.
+        inputs: all tensors that `function` reads and that may change.
 
     Raises:
-        RuntimeError: in backward, as autograd does, when an input or a tensor that was kept has been changed in place.
+        RuntimeError: in backward, as in autograd, if an input or a saved tensor has been modified in place.
     """
     recomputation = _Recomputation(outputs, function, inputs)
     with saved_tensors_hooks(recomputation.pack, lambda unpack: unpack()):
         yield
-    recomputation.outputs.clear()  # they are free to go
+    recomputation.outputs.clear()  # so that they can be freed
 
 
 class _Recomputation:
-    """What is common to all tensors that were left out of one call.
+    """The saved-tensor hooks of one `recomputed` context.
 
-    In place of each tensor that autograd keeps, it keeps a function that returns it.
+    In place of each tensor that autograd saves, they store a function that returns it.
 
     Attributes:
-        outputs: by their index, while attention runs.
-        layouts: of each output: bytes of its memory, dtype, and its place there.
-        uses: how often each output was left out.
-        made: each output as often as it will still be asked for in this backward pass.
+        outputs: outputs by index, while attention runs.
+        layouts: size of the storage in bytes, dtype, and place in the storage of each output.
+        uses: number of times that each output was not saved.
+        made: recomputed outputs, each as often as this backward pass will still use it.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class _Recomputation:
 
     @torch.no_grad()
     def remake(self, i: int, repeats: int, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
-        """A tensor that was left out; all outputs are recomputed when the first of them is asked for."""
+        """Return a tensor that was not saved. The first call recomputes all outputs."""
         for unchanged in self.inputs:
             unchanged()
         if not self.made[i]:
@@ -195,7 +195,7 @@ class _Recomputation:
         return x.to(dtype).as_strided(*place)
 
     def in_layout(self, i: int, x: Tensor) -> Tensor:
-        """x in the view that the output was."""
+        """Return x in the same view of its storage as output i."""
         nbytes, dtype, place = self.layouts[i]
         if x.untyped_storage().nbytes() != nbytes or x.dtype != dtype:
             raise RuntimeError(
@@ -206,14 +206,14 @@ class _Recomputation:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """Which elements of its memory a tensor consists of, as `Tensor.as_strided` takes them."""
+    """Return size, stride and storage offset of a tensor, the arguments of `Tensor.as_strided`."""
     return x.size(), x.stride(), x.storage_offset()
 
 
 def _kept(x: Tensor) -> Callable[[], Tensor]:
-    """A function that returns x as it is now: autograd does not look at versions where there are hooks."""
+    """Return a function that returns x if it is unmodified; with hooks, autograd does not check versions itself."""
     version = None if x.is_inference() else x._version
-    x = x.detach()  # a node that held its own output would never be freed
+    x = x.detach()  # a node that references its own output would never be freed
 
     def unchanged() -> Tensor:
         if version is not None and x._version != version:
@@ -227,9 +227,9 @@ def _kept(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _repeats(x: Tensor, output: Tensor) -> int:
-    """How often each head of the output, (B, G, T, D), stands in x, a copy of it; 0 where x is no such copy.
+    """Return how often x, a copy of the output (B, G, T, D), repeats each of its heads; 0 if x is no such copy.
 
-    Only what the graph says counts, not the values:  cast(output),  repeat(output)  or  cast(repeat(output))  with
+    This depends on the graph, not on values. Copies are  cast(output),  repeat(output)  and  cast(repeat(output))  with
         repeat = view (B, G * n, T, D)  of  clone  of  expand (B, G, n, T, D)  of  unsqueeze 2
     """
     nodes: list[Any] = []

@@ -1,6 +1,6 @@
-"""Parallelism that cuts sequences into parts, one for each process, and is therefore refused.
+"""Detection of sequence parallelism, which divides every sequence among processes; layers with a shift reject it.
 
-The first token of a part mixes its keys and values with those of the token before, which is in another process.
+The first token of a part would need the keys and values of the previous token, which is in another process.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-# In the names of modules whose attention cuts sequences, such as deepspeed.runtime.sequence_parallel.ulysses_sp.
+# Parts of the names of modules whose attention divides sequences, e.g. deepspeed.runtime.sequence_parallel.ulysses_sp.
 _OF_MODULES = ("ulysses", "sequence_parallel", "ring_flash_attn")
 
 
 def refuse_sharded_sequence() -> None:
-    """Raise a ValueError that names the parallelism, where one that cuts sequences into parts is in force."""
+    """Raise a ValueError that names the parallelism if one that divides sequences is active."""
     found = sequence_parallelism()
     if found is not None:
         raise ValueError(
@@ -29,11 +29,11 @@ def refuse_sharded_sequence() -> None:
 
 
 def sequence_parallelism() -> str | None:
-    """The parallelism of this process that cuts sequences into parts, or None.
+    """Return the name of the parallelism that divides sequences in this process, or None.
 
-    Known are torch's `context_parallel`, the `ParallelismConfig` of accelerate, which is Trainer's too, and functions
-    of attention in the place of transformers', by the name of their module: DeepSpeed's Ulysses, ring_flash_attn. What
-    else cuts a sequence, such as a training loop by itself, cannot be seen from within a model.
+    It detects `context_parallel` of torch, the `ParallelismConfig` of accelerate (also used by Trainer), and attention
+    functions registered with transformers, by the names of their modules: DeepSpeed's Ulysses and ring_flash_attn. A
+    model cannot detect other ways to divide a sequence, for example in a custom training loop.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -53,12 +53,12 @@ def sequence_parallelism() -> str | None:
     return None
 
 
-# As by `torch.compiler.assume_constant_result`, which imports all of torch._dynamo: seconds, for who never compiles.
+# Like `torch.compiler.assume_constant_result`, which would import torch._dynamo: seconds, even without compilation.
 sequence_parallelism._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _torch_context_parallel() -> bool:
-    """Whether torch cuts what attention gets: by a function in the place of its own, or by the dispatch of DTensor."""
+    """Return True if torch divides the inputs of attention, by replacing the function or by the dispatch of DTensor."""
     if str(F.scaled_dot_product_attention.__module__).startswith("torch.distributed."):
         return True
     package: Any = sys.modules.get("torch.distributed.tensor")

@@ -1,4 +1,4 @@
-"""The module that owns the coefficients.
+"""`KVShift`, the module that contains the coefficients.
 
 Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 """
@@ -20,37 +20,37 @@ from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.decode import CoefficientCache
 from kvshift.ops.rope import Rotary
 
-# The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
+# The letters of the paper: alpha for keys, beta for values, and gamma for queries, the variant of its appendix G.
 COEFFICIENT_NAMES: dict[str, str] = {"q": "gamma", "k": "alpha", "v": "beta"}
 
 
 class KVShift(nn.Module):
-    """Mixes keys and values (or queries) with those of the tokens before, by learned numbers per head.
+    """Mixes keys and values (or queries) with those of the preceding tokens, using learned coefficients per head.
 
         k_hat[t] = alpha[:, 0] * k[t] + alpha[:, 1] * k[t-1] + ...
         v_hat[t] = beta[:, 0] * v[t] + beta[:, 1] * v[t-1] + ...
         q_hat[t] = gamma[:, 0] * q[t] + gamma[:, 1] * q[t-1] + ...
 
-    Apply it after the projections and before QK-norm and rotary embedding. The arithmetic and all rules for documents,
-    padding and state are those of `kvshift.kv_shift`.
+    Apply it after the projections and before QK-norm and rotary embedding. The arithmetic, and the rules for documents,
+    padding and state, are those of `kvshift.kv_shift`.
 
-    Coefficients are float32 parameters and stay so when the model is cast to a smaller dtype: near 1, bfloat16 has
-    steps of 0.004 to 0.008, and the updates of a usual learning rate would be lost. (If something replaces
-    them, as `accelerate.load_checkpoint_and_dispatch` does with a dtype, the first call warns.) Exclude them from
-    weight decay (`kvshift.param_groups`), which would pull the coefficient of the current token to 0.
+    The coefficients are float32 parameters, and remain float32 when the model is cast to a smaller dtype: near 1,
+    bfloat16 has steps of 0.004 to 0.008, so that updates at usual learning rates would be lost. (If something replaces
+    the parameters, as `accelerate.load_checkpoint_and_dispatch` does with a dtype, the first call warns.) Exclude them
+    from weight decay (see `kvshift.param_groups`), which would pull the coefficient of the current token to 0.
 
     Args:
-        num_kv_heads: G.
-        options: what is shifted, and how; see `ShiftOptions`.
-        num_heads: H; needed only if queries are shifted.
+        num_kv_heads: number of KV heads, G.
+        options: which tensors are shifted, and how; see `ShiftOptions`.
+        num_heads: number of query heads, H; required only if queries are shifted.
         device: device of the parameters.
 
     Attributes:
-        alpha, beta, gamma: (G, W), (G, W) and (H, W) parameters, or None where that target is not shifted; (G, 1)
-            and (H, 1) with "gate", the argument of the sigmoid.
+        alpha, beta, gamma: parameters, (G, W), (G, W) and (H, W), or None for targets that are not shifted. With
+            "gate", they are the arguments of the sigmoid, (G, 1) and (H, 1).
 
     Source:
-        Equation 5; QKV-shift: appendix G.
+        Xu, Wang, Chen (ICML 2025): equation 5; QKV-shift: appendix G.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class KVShift(nn.Module):
         if "q" in options.targets and (num_heads is None or num_heads < 1):
             raise ValueError(f'num_heads must be at least 1 when "q" is in targets, got {num_heads}')
         self.options = options
-        self.targets = options.targets  # beside them, as every token asks for it
+        self.targets = options.targets  # copied from the options, as it is read at every token
         self._kept = CoefficientCache()
         for target, name in COEFFICIENT_NAMES.items():
             heads = num_heads if target == "q" else num_kv_heads
@@ -82,20 +82,20 @@ class KVShift(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the start values again."""
+        """Initialise the parameters again."""
         with torch.no_grad():
             for name, start in self.start_values(generator).items():
                 getattr(self, name).copy_(start)
 
     def start_values(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Start values of the parameters, by name; drawn again at each call."""
+        """Return newly drawn initial values of the parameters, by name."""
         return {
             name: _start_values(parameter, self.options, generator)
             for name, parameter in self.named_parameters(recurse=False)
         }
 
     def coefficients(self) -> dict[str, Tensor]:
-        """The current coefficients, by target: {"k": (G, W), "v": (G, W), "q": (H, W)}; differentiable."""
+        """Return the current coefficients by target, {"k": (G, W), "v": (G, W), "q": (H, W)}; differentiable."""
         return {target: cast(Tensor, self._mix(target)) for target in self.targets}
 
     def forward(
@@ -113,19 +113,19 @@ class KVShift(nn.Module):
         keep_state: bool = True,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """Shift the targets and return the others unchanged. Then normalise and rotate q and k, if requested.
+        """Shift the targets, which may be any of q, k and v. Then normalise and rotate q and k, if requested.
 
         Args:
-            q: (B, T, H, D), k: (B, T, G, D), v: (B, T, G, Dv): projected, not yet normalised or rotated.
+            q, k, v: projections, not yet normalised or rotated, (B, T, H, D), (B, T, G, D) and (B, T, G, Dv).
             state, cu_seqlens, seq_idx, mask, backend: as in `kvshift.kv_shift`.
-            rotary: tables by which q and k are rotated last (`kvshift.ops.rope.apply_rotary`).
-            norms: QK-norm of q and of k, between shift and rotation: modules like `torch.nn.RMSNorm`. What is done here
-                after the shift can share one pass over memory with it; on a GPU it does.
-            keep_state: False if no other call continues from here.
+            rotary: tables with which q and k are rotated last (see `kvshift.ops.rope.apply_rotary`).
+            norms: QK-norms of q and k, applied between shift and rotation: modules like `torch.nn.RMSNorm`. On a GPU,
+                norm and rotation share one pass over memory with the shift.
+            keep_state: False if no later call continues from the new state.
 
         Returns:
-            q, k, v and the new state (None if `targets` is empty or it is not kept). The state may share memory with
-            the k and v that were passed in: do not reuse these tensors for the next token.
+            q, k, v and the new state, which is None if `targets` is empty or the state is not kept. The state may share
+            memory with the k and v that were passed in, so do not overwrite these tensors with the next token.
         """
         gamma = self._mix("q") if "q" in self.targets else None
         return shift_norm_rope(
@@ -138,9 +138,9 @@ class KVShift(nn.Module):
         return repr(self.options).removeprefix("ShiftOptions(").removesuffix(")")
 
     def _mix(self, target: Target) -> Tensor | None:
-        """The coefficients in force for one target, (heads, W)."""
+        """Return the current coefficients of one target, (heads, W); None if it is not shifted."""
         name = COEFFICIENT_NAMES[target]
-        # Module.__getattr__ takes long, at every token; a parametrized one is an attribute alone.
+        # Module.__getattr__ is slow, at every token; a parametrized parameter is only found as an attribute.
         parameter: Any = self._parameters[name] if name in self._parameters else getattr(self, name)
         if parameter is None:
             return None
@@ -148,12 +148,12 @@ class KVShift(nn.Module):
             _warn_rounded(parameter.dtype)
         if self.options.constraint == "free" and type(parameter) is nn.Parameter:
             return parameter
-        if hasattr(parameter, "to_local"):  # sharded like the heads by tensor parallelism: this rank's part
+        if hasattr(parameter, "to_local"):  # tensor parallelism shards it like the heads
             parameter = parameter.to_local()
         return constrain(parameter, self.options.constraint)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVShift:
-        """Follow every move and cast of the model except one to a dtype smaller than float32."""
+        """Apply every move and cast of the model, except casts to a dtype smaller than float32."""
 
         def keep_float32(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -165,24 +165,24 @@ class KVShift(nn.Module):
 
 
 def constrain(parameter: Tensor, constraint: Constraint) -> Tensor:
-    """The coefficients in force, (heads, W), of a parameter; see `ShiftOptions`.
+    """Return the coefficients that result from a parameter, (heads, W); see `ShiftOptions`.
 
     Args:
-        parameter: (heads, W); (heads, 1) with "gate".
+        parameter: (heads, W), or (heads, 1) with "gate".
     """
     if constraint == "gate":
         now = torch.sigmoid(parameter)
         return torch.cat([now, 1 - now], dim=1)
     if constraint == "clamp":
-        # The bounds have a gradient here, in every version. `clamp` gives them none from torch 2.15 on, and a
-        # coefficient that `clamp_after_step` brought to 0 or 1 would stay there for good.
+        # This gives the bounds a gradient in every version. From torch 2.15 on, `clamp` gives them none, and a
+        # coefficient that `clamp_after_step` set to 0 or 1 would stay there forever.
         inside = (parameter >= 0) & (parameter <= 1)
         return torch.where(inside, parameter, parameter.detach().clamp(0, 1))
     return parameter
 
 
 def shift_type_error(module: nn.Module) -> TypeError:
-    """For a layer that stands in place of a `KVShift` and does not let its attributes, `targets` say, be seen."""
+    """Return the error for a module that replaces a `KVShift` and hides its attributes, such as `targets`."""
     return TypeError(
         f"shift must be a KVShift, got a {type(module).__name__}. PEFT's target_parameters cannot adapt its "
         'coefficients; train them directly: modules_to_save=["shift"]'
@@ -191,7 +191,7 @@ def shift_type_error(module: nn.Module) -> TypeError:
 
 @cache
 def _warn_rounded(dtype: torch.dtype) -> None:
-    """Once in a process."""
+    """Warn once per process and dtype that the coefficients are not in float32."""
     warnings.warn(
         f"the coefficients of a KV shift are {dtype}: something has replaced the float32 parameters. They are rounded "
         "(bfloat16 has steps of 0.004 to 0.008 near 1), and training in this dtype loses small updates. "
@@ -211,7 +211,7 @@ def _start_values(like: Tensor, options: ShiftOptions, generator: torch.Generato
 
 
 def _load_in_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A checkpoint in bfloat16 loads into float32 parameters, with `assign=True` too."""
+    """Cast loaded coefficients of a smaller dtype to float32, which `assign=True` would not do."""
     for name in dict(module.named_parameters(recurse=False)):
         loaded = state_dict.get(prefix + name)
         if isinstance(loaded, Tensor) and loaded.is_floating_point() and loaded.dtype.itemsize < 4:

@@ -1,8 +1,8 @@
 """Caches that carry the last raw keys and values beside the shifted and rotated ones.
 
-Transformers builds a cache from `config.layer_types`; its "hybrid" layers have a buffer for such a state, but some of
-their methods move the keys and values only. Every operation on the layers below moves both. `ensure_shift_cache` puts
-them in place of transformers' own in an empty cache.
+Transformers builds a cache from `config.layer_types`. Its "hybrid" layers have a buffer for such a state, but some of
+their methods move only the keys and values. Every operation on the layers below moves both. `ensure_shift_cache`
+replaces the layers of an empty cache by these.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvshift.ops.torch_ops import is_exporting
 
 
 class ShiftCacheLayer:
-    """The part common to all cache layers of our models; stands before transformers' own layer class.
+    """Base class of all cache layers in this package, listed before transformers' own layer class.
 
     Attributes:
-        shift_state: the raw rows after the last token cached; None before the first.
-        document_offset: (B,), which token of each row began the document that is last in it; None for the first.
-        window: the W of the shift; 1 without a shift.
-        record_past: keep the raw rows of all tokens until `crop` is called, as assisted generation asks for.
+        shift_state: the raw rows of the last cached tokens; None before the first token.
+        document_offset: (B,), index of the first token of each row's last document; None if that is 0 in all rows.
+        window: number of tokens that the shift mixes, W; 1 without a shift.
+        record_past: whether to keep the raw rows of all tokens until `crop` is called, as assisted generation requires.
     """
 
     shift_state: ShiftState | None = None
@@ -56,7 +56,7 @@ class ShiftCacheLayer:
     def shift_tokens(
         self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **where: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Shift the next tokens, continuing from the state, which is then that after them.
+        """Shift the next tokens, continuing from the stored state, and update the state.
 
         Args:
             q, k, v, mask, where: as in `KVShift.forward`.
@@ -64,7 +64,8 @@ class ShiftCacheLayer:
         state = self.shift_state
         if self.record_past:
             if mask is not None:
-                # Padding on the left can as well be zeros: one raw row is kept for every position, as `crop` counts.
+                # For left padding, zeros have the same effect as a mask, and keep one raw row for every position, which
+                # is what `crop` counts.
                 padding = ~mask[:, :, None, None]
                 q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
                 mask = None
@@ -74,7 +75,7 @@ class ShiftCacheLayer:
         return q, k, v
 
     def _with_space(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
-        """The rows before the tokens of k and v, (B, T, G, D), and space for these too."""
+        """Return the stored state with room for T more raw rows, those of k and v, (B, T, G, D)."""
         state = self.shift_state
         if state is None:
             rows = self.window - 1
@@ -107,12 +108,13 @@ class ShiftCacheLayer:
         self._select_shift(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens (0 or a negative number, as in transformers).
+        """Remove the last `-tokens_to_remove` tokens (0 or a negative number, as in transformers).
 
         Raises:
-            RuntimeError: their raw keys and values are no longer held; call `activate_past_recording` beforehand.
+            RuntimeError: the raw keys and values needed afterwards were dropped (call `activate_past_recording` before
+                the tokens are fed), or the crop ends in an earlier document, whose start is not known.
         """
-        tokens_to_remove = int(tokens_to_remove)  # assisted generation of older transformers gives a tensor
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted generation of older transformers
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
         state, tokens, length = self.shift_state, -tokens_to_remove, int(self.get_seq_length())  # type: ignore[attr-defined]
@@ -154,16 +156,16 @@ class _DynamicShiftCacheLayer(ShiftCacheLayer):
 
 
 class ShiftDynamicLayer(_DynamicShiftCacheLayer, DynamicLayer):
-    """Grows with every token."""
+    """A cache layer that grows with every token."""
 
 
 class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer):
-    """Grows until the attention window is full.
+    """A cache layer that grows until the attention window is full.
 
     Attributes:
-        to_compact: (B, length), which tokens are real, if the next `update` is to move padding to the front; see
+        to_compact: (B, length), which tokens are real, if the next `update` must move padding to the front; see
             `compact_padding`.
-        is_compacted: whether one did.
+        is_compacted: whether an `update` has moved padding.
     """
 
     to_compact: Tensor | None = None
@@ -177,7 +179,7 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
             self.keys = keys.gather(2, order.expand_as(keys))[:, :, kept]
             self.values = values.gather(2, order.expand_as(values))[:, :, kept]
             self.to_compact, self.is_compacted = None, True
-        visible = self.sliding_window - 1 + key_states.shape[-2]  # transformers 5.16 returns all that it recorded
+        visible = self.sliding_window - 1 + key_states.shape[-2]  # transformers 5.16 returns all recorded
         return keys[:, :, -visible:], values[:, :, -visible:]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -194,11 +196,11 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
 
 
 class StaticShiftCacheLayer(ShiftCacheLayer):
-    """The rows stay at one address, which compiled decoding and CUDA graphs ask for.
+    """A cache layer whose raw rows stay at a fixed address, as compiled decoding and CUDA graphs require.
 
     Attributes:
-        tokens_fed: tokens since the start, an integer of the host where `get_seq_length` may be a tensor of the
-            device; compiled calls do not count theirs.
+        tokens_fed: number of tokens since the start, an integer on the host (`get_seq_length` may return a tensor on
+            the device). Compiled calls do not update it.
     """
 
     is_croppable = False
@@ -246,10 +248,10 @@ class StaticShiftCacheLayer(ShiftCacheLayer):
 
 
 class ShiftStaticLayer(StaticShiftCacheLayer, StaticLayer):
-    """A buffer for a fixed number of tokens, allocated at the first."""
+    """A buffer for a fixed number of tokens, allocated at the first token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """One token goes where the length says, which is its position: transformers adds it to a range first."""
+        """Write a single token at index `cumulative_length`, without the index range that transformers creates."""
         if key_states.shape[2] != 1 or not self.is_initialized or key_states.is_mps:
             return super().update(key_states, value_states, *args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -277,10 +279,10 @@ KINDS: dict[type, type[ShiftCacheLayer]] = {
 
 
 def with_shift(layer: Any, window: int) -> ShiftCacheLayer:
-    """An empty layer of the same kind that carries the state of the shift."""
+    """Return an empty layer of the same kind that carries the state of the shift."""
     sizes = {name: getattr(layer, name) for name in ("max_cache_len", "sliding_window") if hasattr(layer, name)}
     if isinstance(layer, StaticSlidingWindowLayer):
-        sizes["sliding_window"] = layer.max_cache_len  # the smaller of the two, which is all that it keeps of them
+        sizes["sliding_window"] = layer.max_cache_len  # transformers keeps only the smaller of both
     new = KINDS[type(layer)](window, **sizes)
     new.record_past = getattr(layer, "record_past", False)
     return new
@@ -290,15 +292,15 @@ def with_shift(layer: Any, window: int) -> ShiftCacheLayer:
 
 
 def ensure_shift_cache(cache: Cache, config: ShiftConfig) -> None:
-    """Make the layers of an empty cache of transformers, in place, ones that carry the state of the shift.
+    """Replace the layers of an empty transformers cache, in place, by layers that carry the state of the shift.
 
-    They also keep where the last document of each sequence began, which is all that a model without shift needs. A
-    cache that was made so already is left as it is; for a model without shift, any other that cannot be.
+    These also store where the last document of each row began, which is all that a model without shift needs. A cache
+    that has such layers is not changed; nor is, for a model without shift, a cache that cannot have them.
 
     Raises:
-        TypeError: it is no cache.
-        ValueError: the cache holds tokens without that state, or cannot carry it (quantized, offloaded, or of an
-            encoder and decoder), or is a static one in a program that torch.export makes.
+        TypeError: `cache` is not a cache of transformers.
+        ValueError: the cache holds tokens without that state, cannot carry it (quantized, offloaded, or of an encoder
+            and decoder), was made for another model, or is a static one in a program exported by torch.export.
     """
     if not isinstance(cache, Cache):
         raise TypeError(
@@ -319,12 +321,12 @@ def ensure_shift_cache(cache: Cache, config: ShiftConfig) -> None:
 
 
 def _carries_shift(cache: Cache) -> bool:
-    # torch.compile of 2.11 knows the length of a list, not its truth. Where the first is ours, they all are.
+    # torch.compile in 2.11 supports the length of a list, not its truth value. Layers are replaced all at once.
     return len(cache.layers) > 0 and isinstance(cache.layers[0], ShiftCacheLayer)
 
 
 def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
-    """Why a cache cannot carry the state of a shift of this window; None if it can."""
+    """Return the reason why a cache cannot carry the state of a shift of this window; None if it can."""
     if isinstance(cache, EncoderDecoderCache):
         return "is an EncoderDecoderCache: a model with KV shift has no cross-attention"
     if cache.layers and len(cache.layers) != config.num_hidden_layers:
@@ -345,8 +347,8 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
     if getattr(cache, "offloading", False):
         return "is offloaded to the CPU, which is not supported for raw keys and values"
     for layer in cache.layers:
-        # Where `generate` prefills in chunks, it makes the buffers of a static cache before the first token. They serve
-        # a model without a shift as they are.
+        # For chunked prefill, `generate` creates the buffers of a static cache before the first token. A model without
+        # shift uses them unchanged.
         if layer.is_initialized and (not config.shift_targets or int(layer.get_seq_length()) > 0):
             return (
                 "already holds tokens, but not their raw keys and values, which cannot be recovered; start with an "
@@ -358,7 +360,7 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
 
 
 def token_count(cache: Cache | None, layer: int = 0) -> int | None:
-    """Tokens in one layer of a cache; None without a cache, or where a tensor counts them, as in a `StaticLayer`."""
+    """Return the number of tokens in a layer of a cache; None without a cache, or if only a tensor holds the number."""
     if cache is None:
         return None
     held: Any = cache.layers[layer]
@@ -367,15 +369,15 @@ def token_count(cache: Cache | None, layer: int = 0) -> int | None:
 
 
 def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None:
-    """Raise a RuntimeError unless a forward pass has put the `fed` tokens into the cache.
+    """Raise a RuntimeError unless a forward pass has added its `fed` tokens to the cache.
 
-    Every layer is asked after a prompt; after a single token, for which the time of the host counts, the last alone.
+    After a prompt, every layer is checked; after a single token, where host time matters, only the last layer.
 
     Args:
-        model: a decoder.
-        cache: after the pass.
-        before: `token_count` before the pass; None: nothing is required.
-        fed: tokens of the pass.
+        model: the decoder.
+        cache: the cache after the pass.
+        before: `token_count` before the pass; None: nothing is checked.
+        fed: number of tokens in the pass.
     """
     if before is None:
         return
@@ -392,18 +394,18 @@ def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None
 
 
 def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> Tensor | None:
-    """Have layers of a sliding window keep tokens alone where padding follows them, and say where they hold them.
+    """Let sliding-window layers move padding to the front where it follows a token, and return the mask after the move.
 
-    A window counts tokens of the sequence, not the padding between them. So these layers put what they keep of each row
-    in order: padding first, then the tokens. (Not in a compiled call: a traced graph must not depend on data.)
+    A window counts the tokens of a sequence, not the padding between them. Therefore these layers sort the entries that
+    they keep of each row: padding first, then tokens. (Not in compiled calls: a traced graph must not depend on data.)
 
     Args:
-        cache: adopted, before the call.
-        attention_mask: of all tokens so far, (B, length).
+        cache: a cache after `ensure_shift_cache`, before the forward pass.
+        attention_mask: (B, length), mask of all tokens so far.
         real_BT: which of this call's T tokens are real; None if all are.
 
     Returns:
-        (B, length), which tokens are real, in the order of these layers; None where no padding follows a token.
+        (B, length), which tokens are real, in the order of these layers; None if they have moved no padding.
 
     Raises:
         ValueError: padding follows a token, and the cache is static.
@@ -435,12 +437,12 @@ def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None
 
 
 def kept_document_offset(cache: Cache) -> Tensor | None:
-    """What `keep_document_offset` kept, (B,); None where each row holds one document."""
+    """Return the offset that `keep_document_offset` stored, (B,); None if each row holds one document."""
     return getattr(cache.layers[0], "document_offset", None) if cache.layers else None
 
 
 def keep_document_offset(cache: Cache, offset: Tensor) -> None:
-    """Keep where the last document of each row began, (B,), for the tokens that come next."""
+    """Store the index of the first token of each row's last document, (B,), for the next tokens."""
     if not _carries_shift(cache):
         raise ValueError(
             f"{CACHE} cannot keep where the last of several documents in a row begins, which the next tokens need: use "
@@ -453,13 +455,13 @@ def keep_document_offset(cache: Cache, offset: Tensor) -> None:
 def check_recording(
     cache: Cache, real_BT: Tensor | None, attention_mask: Tensor | None, seq_idx: Tensor | None
 ) -> None:
-    """Refuse what a cache that records its past could not take back by positions, as `crop` does.
+    """Raise a ValueError for inputs that `crop`, which counts positions, could not remove from a recording cache.
 
     Args:
-        cache: adopted.
+        cache: a cache after `ensure_shift_cache`.
         real_BT: which of this call's tokens are real; None if all are.
-        attention_mask: of all tokens so far, (B, length), or of pairs; looked at only if `real_BT` is given.
-        seq_idx: documents of this call's tokens; None if every row is one.
+        attention_mask: (B, length), mask of all tokens so far, or a 4D mask; used only if `real_BT` is given.
+        seq_idx: document numbers of this call's tokens; None if every row is one document.
     """
     recording = [layer for layer in cache.layers if isinstance(layer, ShiftCacheLayer) and layer.record_past]
     if not recording:

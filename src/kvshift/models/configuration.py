@@ -1,4 +1,4 @@
-"""The fields of a configuration that say what a model shifts, and what follows from them for transformers."""
+"""The configuration fields that say what a model shifts, and what transformers derives from them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvshift.layers import ShiftOptions
 
 @dataclass(kw_only=True, repr=False)
 class ShiftConfig:
-    """Fields that a subclass adds to those of a configuration class of transformers, before which this class stands.
+    """The fields of the shift: a mixin that is listed before a configuration class of transformers.
 
-    Transformers' own class would take the weights of a saved model, leave the coefficients aside and compute without
-    the shift. It is kept from that by `use_cache` of a saved configuration, which is of a type that it does not take,
-    and whose message says how to load the model.
+    Transformers' own class must not load a saved model: it would load the weights, ignore the coefficients and compute
+    without the shift. To prevent this, a configuration is saved with a `use_cache` of a type that transformers' own
+    class rejects, with an error message that shows how to load the model.
 
     Attributes:
-        loaded_by: the function or class that loads what is saved, as that message names it.
-        shift_targets: which of "q", "k", "v" each layer shifts; () is the model without shift.
-        shift_window: tokens mixed, the current one included; 2 in the paper.
+        loaded_by: name of the function or class that loads a saved model, for that message.
+        shift_targets: which of "q", "k" and "v" each layer shifts; () for a model without shift.
+        shift_window: number of tokens that are mixed, the current one included; 2 in the paper.
         shift_constraint: "free", "gate" or "clamp"; see `kvshift.KVShift`.
-        shift_init: "uniform" (the paper's, for training from scratch) or "identity" (a pretrained model computes what
-            it did before).
+        shift_init: "uniform" (as in the paper, for training from scratch) or "identity" (the outputs of a pretrained
+            model stay the same).
     """
 
     loaded_by: ClassVar[str]
@@ -35,7 +35,7 @@ class ShiftConfig:
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
-        ShiftOptions.of(self)  # checks them
+        ShiftOptions.of(self)  # validates them
         self.shift_targets = list(self.shift_targets)
         if isinstance(self.use_cache, dict):
             (self.use_cache,) = self.use_cache.values()
@@ -50,7 +50,7 @@ class ShiftConfig:
 
     @property
     def layer_types(self) -> list[str]:
-        """Tells transformers' caches that every layer keeps the last raw keys and values beside the shifted ones."""
+        """Type of each layer, for transformers' caches; a "hybrid" layer also keeps the last raw keys and values."""
         sliding = getattr(self, "sliding_window", None) is not None
         if self.shift_targets:
             layer_type = "hybrid_sliding" if sliding else "hybrid"
@@ -59,14 +59,14 @@ class ShiftConfig:
         return [layer_type] * self.num_hidden_layers  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, Any]:
-        """Of transformers; what is saved."""
+        """Return the fields to save; `use_cache` of a model with shift is changed as the class describes."""
         saved = super().to_dict()  # type: ignore[misc]
         if self.shift_targets:
             saved["use_cache"] = {f"kv_shift: load it with {self.loaded_by}": self.use_cache}
         return saved
 
     def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
-        """Transformers keeps unknown fields as attributes; one that looks like a known field is a mistake."""
+        """Raise a ValueError for misspelt fields, because transformers keeps unknown fields as attributes."""
         known = [field.name for field in fields(self)]
         for name in unknown:
             close = get_close_matches(name, known, n=1, cutoff=0.85)

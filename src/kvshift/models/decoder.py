@@ -1,8 +1,8 @@
-"""The body of all models with KV shift, whichever family of transformers they come from: attention and decoder.
+"""Attention and decoder of all models with KV shift, whichever family of transformers they extend.
 
-The classes stand before transformers' own, which bring embeddings, projections, norms, MLPs and heads. A family takes
-`ShiftedAttention`, and `RotaryDecoder` (`llama/modeling.py`, `retrofit/families.py`) or, with positions of another
-kind, `ShiftedDecoder` (`retrofit/gpt2.py`).
+The classes are mixins, listed before transformers' own classes, which supply embeddings, projections, norms, MLPs and
+heads. A family uses `ShiftedAttention`, and either `RotaryDecoder` (`llama/modeling.py`, `retrofit/families.py`) or,
+for other kinds of positions, `ShiftedDecoder` (`retrofit/gpt2.py`).
 
 Shapes: B batch, T positions of this call, S sequences, H query heads, G KV heads, D head size, E model width.
 """
@@ -36,11 +36,11 @@ from kvshift.ops.boundaries import shared_plans
 from kvshift.ops.rope import Rotary, half_tables
 
 Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # what a name may begin with, kernels' included
+_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # prefixes of names, including kernels
 
 
 class ShiftedPreTrainedModel:
-    """Coefficients are initialised as the configuration says and stay in float32."""
+    """A mixin that initialises the coefficients as the configuration says and keeps them in float32."""
 
     config_class: type[Any]
     _keep_in_fp32_modules_strict: ClassVar = ["shift"]
@@ -55,7 +55,7 @@ class ShiftedPreTrainedModel:
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, KVShift):
-            # Coefficients that were loaded are marked; where all are, nothing is drawn from the caller's generator.
+            # Loaded coefficients are marked; if all were loaded, nothing is drawn from the caller's random generator.
             if not all(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
                 for name, start in module.start_values().items():
                     init.copy_(getattr(module, name), start)
@@ -63,9 +63,9 @@ class ShiftedPreTrainedModel:
             super()._init_weights(module)  # type: ignore[misc]
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Also modules without parameters of their own, which transformers leaves out in classes that are not its own.
+        """Initialise modules without parameters of their own too, which transformers skips in custom classes.
 
-        Some scale those of a child: GPT-2's blocks the last matrix of each residual branch.
+        Some of them scale parameters of a child: GPT-2's blocks scale the last matrix of each residual branch.
         """
         super()._initialize_weights(module)  # type: ignore[misc]
 
@@ -73,17 +73,17 @@ class ShiftedPreTrainedModel:
 class ShiftedAttention:
     """Attention over shifted keys and values.
 
-    The family's constructor makes the projections. One whose projections are not `q_proj`, `k_proj`, `v_proj` and
-    `o_proj` overrides `project` and `output`.
+    The family's constructor creates the projections. If they are not named `q_proj`, `k_proj`, `v_proj` and `o_proj`,
+    the family overrides `project` and `output`.
 
     Attributes:
-        shift: the coefficients.
+        shift: the layer that holds the coefficients.
         eager_attention: the family's function for attn_implementation="eager".
         apply_rotary: the family's own `apply_rotary_pos_emb`, for (B, heads, T, D). None: the rotary embedding, if
             there is one, is Llama's and the norms are plain RMSNorms, which may run in one launch with the shift.
-        qk_norm: whether `q_norm` and `k_norm` normalise the heads between shift and rotary embedding. (An attribute:
-            at every token it costs less than a look into the configuration.)
-        sliding_window: how many tokens each attends to, itself included; None for all.
+        qk_norm: whether `q_norm` and `k_norm` normalise the heads between shift and rotary embedding. (Read at every
+            token, an attribute costs less than a look-up in the configuration.)
+        sliding_window: number of tokens that each token attends to, itself included; None for all.
     """
 
     config: ShiftConfig
@@ -105,13 +105,13 @@ class ShiftedAttention:
     sliding_window: int | None = None
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, T, H, D), keys and values (B, T, G, D) of (B, T, E)."""
+        """Project (B, T, E) to queries (B, T, H, D), keys and values (B, T, G, D)."""
         heads = (*hidden_states.shape[:2], -1, self.head_dim)  # the layout of the operator
         query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         return query.view(heads), key.view(heads), value.view(heads)
 
     def output(self, heads: Tensor) -> Tensor:
-        """(B, T, E) of what attention gave, (B, T, H, D)."""
+        """Project the heads that attention returned, (B, T, H, D), to (B, T, E)."""
         return self.o_proj(heads.reshape(*heads.shape[:2], -1).contiguous())
 
     def forward(
@@ -161,9 +161,9 @@ class ShiftedAttention:
 def _norm_then_rotate(
     apply_rotary: Callable, tables: tuple[Tensor, Tensor], norms: Norms | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Normalise and rotate q (B, T, H, D) and k (B, T, G, D) by a family's own functions.
+    """Normalise and rotate q (B, T, H, D) and k (B, T, G, D) with a family's own functions.
 
-    They get views like those that the family makes, so that the bits are its own.
+    The functions get views with the same strides as in the family's own code, so that results agree bit for bit.
     """
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     if norms is not None:
@@ -186,23 +186,23 @@ def shift_into(
     norms: Norms | None = None,
     finish: Finish | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[None]]:
-    """Shift the heads of one layer, continuing from the state in the cache, finish them and put them into the cache.
+    """Shift the heads of one layer, continuing from the state in the cache, then normalise, rotate and cache them.
 
     Args:
-        shift: of the layer.
+        shift: the shift of the layer.
         q, k, v: as in `KVShift.forward`.
-        cache: adopted; None: every row begins here.
-        layer_idx: which layer of the cache.
+        cache: a cache after `ensure_shift_cache`; None: every row begins here.
+        layer_idx: index of the layer in the cache.
         mask, seq_idx, rotary, norms: as in `KVShift.forward`.
-        finish: in place of rotary and norms, what a family does to shifted q and k with functions of its own.
+        finish: a family's own function of shifted q and k, used instead of `rotary` and `norms`.
 
     Returns:
-        q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before; and a context for attention over
-        them, in which backward keeps the raw keys and values in place of the shifted ones (`kvshift.layers.recompute`).
+        q (B, H, T, D); k and v (B, G, length, D), cached tokens included; and a context manager for attention, in which
+        autograd saves the raw keys and values instead of the shifted ones (`kvshift.layers.recompute`).
     """
     if not hasattr(shift, "targets"):
         raise shift_type_error(shift)
-    if layer_idx == 0 and shift.targets:  # once in a call of the model
+    if layer_idx == 0 and shift.targets:  # once per forward pass
         refuse_sharded_sequence()
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     raw = k, v
@@ -225,12 +225,12 @@ class ShiftedDecoder:
 
     config: ShiftConfig
 
-    own_arguments: ClassVar[frozenset[str]] = frozenset()  # of the family's forward, for `run_layers`
+    own_arguments: ClassVar[frozenset[str]] = frozenset()  # of `forward`, passed on to `run_layers`
     embed_tokens: nn.Module
-    run_layers: Callable[..., Any]  # of what `embed` returns, the masks and what each layer takes, the output
+    run_layers: Callable[..., Any]  # (result of `embed`, masks, arguments of the layers) -> output
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """What the first layer gets, (B, T, E), of ids (B, T) or embeddings (B, T, E)."""
+        """Return the input of the first layer, (B, T, E), from ids (B, T) or embeddings (B, T, E)."""
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
     @merge_with_config_defaults
@@ -247,21 +247,21 @@ class ShiftedDecoder:
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's in transformers, and documents packed into one row do not see each other.
+        """Run the decoder as transformers does, and keep documents that are packed into one row apart.
 
-        Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call
+        Neither shift nor attention crosses a document boundary, with or without a cache. The first document of a call
         continues the last one in the cache.
 
         Args:
-            seq_idx: (B, T) number of the document at each position; one begins where it changes.
-            cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
-            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not
-                increase by one. Where they are not given, they count from the start of each document.
-            past_key_values, cache: two names of one argument; the second is that of transformers 5.24 and later.
+            seq_idx: (B, T) number of the document at each position; a document begins where it changes.
+            cu_seq_lens_q: (S + 1,) boundaries of the documents in the single row of a pack.
+            position_ids: (B, T); if neither of the above is given, a document begins wherever they do not increase by
+                one. Without position_ids, positions are counted from the start of each document.
+            past_key_values, cache: two names of one argument; the second exists in transformers 5.24 and later.
 
         Raises:
             TypeError: a keyword argument is unknown.
-            RuntimeError: the layers did not put their tokens into the cache.
+            RuntimeError: the layers did not add their tokens to the cache.
         """
         refuse_unknown(self, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -273,7 +273,7 @@ class ShiftedDecoder:
         masks, position_ids = self.prepare_inputs(
             inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
         )
-        # A compiled call would be compiled anew for every count.
+        # A compiled call would be recompiled for every count.
         before = None if torch.compiler.is_compiling() else token_count(cache)
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
@@ -295,17 +295,17 @@ class ShiftedDecoder:
         cache: Cache | None,
         **named: Tensor | None,
     ) -> tuple[dict[str, Tensor | None], Tensor]:
-        """Make a call ready: the cache can carry the shift's state, and every layer's masks are there.
+        """Prepare a forward pass: let the cache carry the state of the shift, and create the masks of all layers.
 
         Args:
-            inputs_embeds: (B, T, E); its shape, dtype and device count.
-            attention_mask: (B, length so far), or what `create_masks` returned.
-            position_ids: (B, T); None: they count on from the cache, and from the start of each document.
-            cache: of the call.
+            inputs_embeds: (B, T, E); only its shape, dtype and device are used.
+            attention_mask: as in `create_masks`, or the result of that function.
+            position_ids: (B, T); None: they continue from the cache, and are counted from the start of each document.
+            cache: the cache of the call.
             named: seq_idx and cu_seq_lens, as in `document_index`.
 
         Returns:
-            What `create_masks` does, and the position ids.
+            The result of `create_masks`, and the position ids.
         """
         self._refuse_unknown_attention()
         if cache is not None:
@@ -327,7 +327,7 @@ class ShiftedDecoder:
         return masks, position_ids
 
     def _refuse_unknown_attention(self) -> None:
-        """Servers with attention and caches of their own would drop the state of the shift without a word."""
+        """Raise a ValueError for attention with its own cache, as in servers, which would drop the state silently."""
         name = str(self.config._attn_implementation)
         from_hub = "/" in name and not name.startswith("paged|")
         if not name.startswith(_ATTENTION) and not from_hub:
@@ -338,10 +338,10 @@ class ShiftedDecoder:
 
 
 class RotaryDecoder(ShiftedDecoder):
-    """A family's decoder of `layers` around a `ShiftedAttention`, `norm` and `rotary_emb`.
+    """A family's decoder with `norm`, `rotary_emb` and `layers` that contain a `ShiftedAttention`.
 
-    Where `config.layer_types` says so, layers differ in the window of their attention; `rotary_tables` may give each
-    type tables of its own.
+    The attention windows of layers differ if `config.layer_types` says so; `rotary_tables` may return separate tables
+    for each type of layer.
     """
 
     layers: nn.ModuleList
@@ -349,7 +349,7 @@ class RotaryDecoder(ShiftedDecoder):
     rotary_emb: nn.Module
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> Any:
-        """What each attention gets as `position_embeddings`, or a dict of that by the type of the layer."""
+        """Return the `position_embeddings` of all attention layers, or a dict of them by layer type."""
         return half_tables(*self.rotary_emb(hidden_states, position_ids=position_ids))
 
     @capture_outputs
@@ -358,8 +358,8 @@ class RotaryDecoder(ShiftedDecoder):
     ) -> BaseModelOutputWithPast:
         tables = self.rotary_tables(hidden_states, position_ids)
         layer_types = self.config.layer_types[: self.config.num_hidden_layers]
-        attn_implementation = self.config._attn_implementation  # once: a look into a configuration takes microseconds
-        # Zipped, not cut: a slice of a ModuleList is a new module, which the host makes at every token.
+        attn_implementation = self.config._attn_implementation  # once: a look-up in a configuration takes microseconds
+        # zip, not a slice: a slice of a ModuleList is a new module, which would be created at every token.
         for decoder_layer, layer_type in zip(self.layers, layer_types, strict=False):
             hidden_states = decoder_layer(
                 hidden_states,

@@ -1,6 +1,6 @@
-"""Documents and padding, as shift and attention need them, from the arguments that transformers' users pass.
+"""Documents and padding, as shift and attention need them, derived from the arguments of a model's `forward`.
 
-`create_masks` makes all of them once for a call of the model.
+`create_masks` derives all of them, once per forward pass.
 
 Shapes: B batch, T positions of this call, S sequences.
 """
@@ -23,9 +23,9 @@ from kvshift.ops.boundaries import document_starts, sequence_of_positions
 from kvshift.ops.torch_ops import is_exporting
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of transformers: whether a query sees a key, from the numbers of batch entry, head, query and key."""
+"""Mask function of transformers: whether a query sees a key, given the indices of batch entry, head, query and key."""
 
-_UNSEEN = -1000.0  # e to the power of less is 0 in every dtype
+_UNSEEN = -1000.0  # exp of any smaller number is 0 in every dtype
 
 
 def create_masks(
@@ -38,17 +38,18 @@ def create_masks(
     seq_idx: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
-    """What every layer needs to know of padding and documents.
+    """Create the masks of attention, padding and documents that all layers use.
 
     Args:
-        attention_mask: (B, length so far), 1 on tokens and 0 on padding; or a mask of pairs, see `pair_structure`,
-            which then says alone what attention sees: documents that are named beside it must be its own.
+        attention_mask: (B, length so far), 1 on tokens and 0 on padding; or a 4D mask (see `pair_structure`), which
+            then alone decides what attention sees: documents given by other arguments must agree with it.
 
     Returns:
-        "attention": the mask of its scores; where `config.layer_types` has several types, each has one under its name
-        instead. "padding": (B, T), False on padding, and "documents": (B, T), their numbers, for the shift. "offsets":
-        (B, T), where each position's document begins: positions count from there, but not by a mask of pairs, with
-        which they count on as in the model without a shift. None where there is none.
+        A dict. "attention": the mask of the attention scores; if `config.layer_types` has several types, one such mask
+        under the name of each type instead. For the shift, "padding": (B, T), False on padding, and "documents":
+        (B, T), document numbers. "offsets": (B, T), index of the first token of each position's document, from which
+        positions are counted; with a 4D mask alone, they are counted as in the model without shift. A value is None
+        if it is not needed.
     """
     check_mask(attention_mask, str(config._attn_implementation))
     batch, positions = inputs_embeds.shape[:2]
@@ -62,7 +63,7 @@ def create_masks(
                 "attention_mask of four dimensions must separate exactly the documents of seq_idx or cu_seq_lens_q",
             )
         if attention_mask.dtype == torch.bool and config._attn_implementation != "sdpa":
-            # Eager attention adds a mask to the scores: it would add 1 where it is True.
+            # Eager attention adds the mask to the scores: it would add 1 where a bool mask is True.
             scores = inputs_embeds.new_zeros(attention_mask.shape)
             attention_mask = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
     else:
@@ -88,7 +89,7 @@ def create_masks(
         layer_type: (create_sliding_window_causal_mask if "sliding" in layer_type else create_causal_mask)(
             config=config,
             inputs_embeds=inputs_embeds,
-            position_ids=None,  # from which transformers would take documents, but not beside a cache or a mask
+            position_ids=None,  # transformers would derive documents from them, but not with a cache or a mask
             **{CACHE: past_key_values},
             **(windows if "sliding" in layer_type else tokens),
         )
@@ -99,7 +100,7 @@ def create_masks(
 
 
 def _require_keys_of_cache(attention_mask: Tensor, cache: Cache | None) -> None:
-    """Raise a ValueError where a mask of pairs has other keys than a layer of the cache gives its queries."""
+    """Raise a ValueError if a 4D mask does not have as many keys as the queries see in each layer of the cache."""
     for i in range(0 if cache is None else len(cache.layers)):
         held, _ = cache.get_mask_sizes(attention_mask.shape[2], i)  # type: ignore[union-attr]
         if held != attention_mask.shape[3]:
@@ -117,9 +118,9 @@ def _tokens_of_windows(
     offsets: Tensor | None,
     seen: int | Tensor,
 ) -> dict[str, Any] | None:
-    """What the masks of sliding windows are made of where padding follows a token; None: what all others are.
+    """Return the arguments for the mask of sliding-window layers; None if they are the same as for other layers.
 
-    A window counts tokens, not the padding between them.
+    They differ where padding follows a token: a window counts tokens, not the padding between them.
     """
     if attention_mask is None or attention_mask.ndim == 4:
         return None
@@ -136,7 +137,7 @@ def _tokens_of_windows(
 
 
 def _numbers(documents: Tensor | None, inputs_embeds: Tensor) -> Tensor:
-    """The number of each position's document, (B, T); 0 where a row holds one."""
+    """Return the document number of each position, (B, T): `documents`, or zeros if it is None."""
     return inputs_embeds.new_zeros(inputs_embeds.shape[:2], dtype=torch.long) if documents is None else documents
 
 
@@ -145,7 +146,7 @@ def _tokens_in(cache: Cache | None) -> int | Tensor:
 
 
 def check_mask(attention_mask: Any, attn_implementation: str) -> None:
-    """Raise a TypeError or ValueError for an attention mask from which padding and documents cannot be told."""
+    """Raise a TypeError or ValueError for an attention mask that does not determine padding and documents."""
     if attention_mask is None:
         return
     if not isinstance(attention_mask, Tensor):
@@ -167,14 +168,14 @@ def check_mask(attention_mask: Any, attn_implementation: str) -> None:
 
 
 def padding_mask(attention_mask: Tensor | None, positions: int) -> Tensor | None:
-    """Which of the last T positions are real tokens, (B, T) bool; None if all are.
+    """Return which of the last T positions are real tokens, (B, T) bool; None if all are.
 
     Args:
         attention_mask: (B, length so far), 1 or True on tokens, 0 or False on padding.
         positions: T.
 
     Raises:
-        ValueError: it holds other numbers, such as those of documents.
+        ValueError: the mask holds other numbers, such as document numbers.
     """
     if attention_mask is None:
         return None
@@ -194,23 +195,24 @@ def padding_mask(attention_mask: Tensor | None, positions: int) -> Tensor | None
 def pair_structure(
     attention_mask: Tensor, batch: int, positions: int, seen: int | Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Padding and documents, by a mask of which token sees which.
+    """Derive padding and documents from a 4D mask that says which token sees which.
 
-    A token is mixed with the one before it if it sees that one. What does not see itself is padding, and skipped.
+    The shift mixes a token with the token before it if it sees that token. Positions that do not see themselves
+    are padding and are skipped.
 
     Args:
-        attention_mask: (B or 1, H or 1, T, length): True, or above -1000 where it is added to the scores, where the
-            query sees the key.
+        attention_mask: (B or 1, H or 1, T, length). A query sees a key where a bool mask is True, or where a mask that
+            is added to the scores is above -1000.
         batch, positions: B and T.
-        seen: tokens of each row before this call.
+        seen: number of tokens in each row before this call.
 
     Returns:
-        What `padding_mask` and `document_index` do.
+        The same two tensors as `padding_mask` and `document_index`.
 
     Raises:
-        TypeError, ValueError: the mask is of another dtype or shape.
-        ValueError: documents cannot be told from it: the heads differ in whether a token sees the one before it; or a
-            token sees some before it and not the last of them, as in a tree of drafts.
+        TypeError, ValueError: the mask has a wrong dtype or shape.
+        ValueError: the mask does not determine documents: the heads differ in whether a token sees the previous one,
+            or a token sees earlier tokens but not the last of them, as in a tree of drafts.
     """
     if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         raise TypeError(
@@ -227,7 +229,7 @@ def pair_structure(
     by_any, by_all = sees.any(1), sees.all(1)
     device = attention_mask.device
     index_T = torch.arange(positions, device=device)
-    begin = torch.as_tensor(seen, device=device).clamp(max=keys - positions)  # where this call's first key stands
+    begin = torch.as_tensor(seen, device=device).clamp(max=keys - positions)  # column of this call's first key
     column_T1 = (begin + index_T).unsqueeze(1)
 
     def at(pairs: Tensor, column: Tensor) -> Tensor:
@@ -268,11 +270,11 @@ def document_index(
     cu_seq_lens: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor | None:
-    """Number the documents that share a row from 0, (B, T); None if no row holds more than one.
+    """Number the documents in each row from 0, (B, T); return None if no row holds more than one.
 
-    The first of these that is given decides: `seq_idx` (B, T), a document begins where it changes; `cu_seq_lens`
-    (S + 1,), boundaries in the one row of a pack, checked as `kvshift.kv_shift` checks cu_seqlens; `position_ids`
-    (B, T) or (1, T), a document begins wherever they do not increase by one. Positions of padding count for nothing.
+    The first of these arguments that is given decides. `seq_idx` (B, T): a document begins where it changes.
+    `cu_seq_lens` (S + 1,): boundaries in the single row of a pack, checked as `kvshift.kv_shift` checks cu_seqlens.
+    `position_ids` (B, T) or (1, T): a document begins wherever they do not increase by one. Padding is ignored.
     """
     _check(batch, positions, seq_idx, cu_seq_lens, position_ids)
     if seq_idx is not None:
@@ -290,12 +292,12 @@ def document_index(
 
 
 def document_offsets(documents: Tensor, seen: int | Tensor, begun: Tensor | None) -> Tensor:
-    """Where each position's document begins, (B, T), in tokens of the whole row, those before this call included.
+    """Return the index of the first token of each position's document, (B, T), counted from the start of the row.
 
     Args:
-        documents: (B, T), as `document_index` numbers them; number 0 continues what was last in the row.
-        seen: tokens of each row before this call.
-        begun: (B,), where the last of their documents began; None for 0.
+        documents: (B, T), numbers from `document_index`; number 0 continues the last document before this call.
+        seen: number of tokens in each row before this call.
+        begun: (B,), index of the first token of the last document before this call; None for 0.
     """
     index_T = torch.arange(documents.shape[1], device=documents.device)
     changes_BT = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0))
@@ -305,32 +307,32 @@ def document_offsets(documents: Tensor, seen: int | Tensor, begun: Tensor | None
 
 
 def tokens_with_gaps(attention_mask: Tensor) -> Tensor | None:
-    """Which tokens are real, (B, length) bool, where a row has padding between two of them; else None."""
+    """Return which tokens are real, (B, length) bool, if a row has padding between two tokens; else None."""
     real = attention_mask != 0
-    ended = (real[:, :-1] & ~real[:, 1:]).cumsum(1) > 0  # padding stands behind a token somewhere before
+    ended = (real[:, :-1] & ~real[:, 1:]).cumsum(1) > 0  # a token up to here is followed by padding
     return None if _statically_true(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
 
 
 def offsets_without_gaps(offsets: Tensor, attention_mask: Tensor, seen: int | Tensor) -> Tensor:
-    """`offsets` (B, T), as `document_offsets` gives them, once padding stands in front of the `seen` tokens."""
+    """Return `offsets` (B, T) of `document_offsets` as they are once padding among the `seen` tokens is in front."""
     padding = (attention_mask == 0) & (torch.arange(attention_mask.shape[1], device=offsets.device) < seen)
-    after = padding.flip(1).cumsum(1).flip(1)  # how much of it stands at or behind each token
+    after = padding.flip(1).cumsum(1).flip(1)  # number of padding positions at or after each
     return offsets + after.gather(1, offsets)
 
 
 def check_flash_documents(
     documents: Tensor | None, *, batch: int, continues: bool, real_BT: Tensor | None, position_ids: Tensor | None
 ) -> None:
-    """Refuse documents that flash attention would not separate as named: it reads boundaries, but no mask of pairs.
+    """Raise a ValueError for documents that flash attention would not separate: it takes boundaries, but no 4D mask.
 
-    Transformers gives it those of one row without padding: one begins wherever `position_ids` are 0, if anywhere they
-    do not increase by one.
+    Transformers passes it the boundaries of one row without padding: unless all `position_ids` increase by one, a
+    document begins wherever they are 0.
 
     Args:
-        documents: as `document_index` numbers them, of all that names them.
+        documents: numbers from `document_index`, derived from all arguments.
         batch: B.
-        continues: whether a document that began in the cache, after its first token, may continue in this call.
-        real_BT, position_ids: of the call.
+        continues: whether the call may continue a document that began in the cache, after the cache's first token.
+        real_BT, position_ids: real tokens and positions of the call.
     """
     if is_torchdynamo_compiling() or torch.jit.is_tracing():  # a traced graph must not depend on data
         return
@@ -352,23 +354,23 @@ def check_flash_documents(
 
 
 def same_document(offsets: Tensor | None, seen: int | Tensor) -> MaskFunction | None:
-    """Keys of the query's own document; None where each row holds one.
+    """Return a mask function that is True for keys of the query's document; None if each row holds one document.
 
-    Causality is another mask: of the keys up to the query, those of its document are those from its first on.
+    It only excludes keys before the first token of the document: the causal mask excludes those after the query.
 
     Args:
-        offsets: (B, T), of `document_offsets`.
-        seen: tokens of each row before this call; queries are counted from the start of the row.
+        offsets: (B, T), from `document_offsets`.
+        seen: number of tokens in each row before this call; query indices count from the start of the row.
     """
     return None if offsets is None else lambda batch, head, query, key: key >= offsets[batch, query - seen]
 
 
 def within_window(real: Tensor, window: int) -> MaskFunction:
-    """Keys up to the query that are less than `window` real tokens before it.
+    """Return a mask function that is True for keys up to the query that are less than `window` real tokens before it.
 
     Args:
         real: (B, length), which tokens of the row are real.
-        window: tokens that each attends to, itself included.
+        window: number of tokens that each token attends to, itself included.
     """
     rank = real.cumsum(1)
     return lambda batch, head, query, key: (key <= query) & (rank[batch, query] - rank[batch, key] < window)
@@ -377,7 +379,7 @@ def within_window(real: Tensor, window: int) -> MaskFunction:
 def _check(
     batch: int, positions: int, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, position_ids: Tensor | None
 ) -> None:
-    """Raise a TypeError or ValueError that names the argument of the model, what it was and what it should be."""
+    """Raise a TypeError or ValueError that names a wrong argument of the model, its value and what is expected."""
     for name, tensor in (("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens), ("position_ids", position_ids)):
         if tensor is not None and not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
@@ -404,13 +406,13 @@ def _check(
     rises = (cu_seq_lens[0] == 0) & (cu_seq_lens[-1] == positions) & (cu_seq_lens.diff() >= 0).all()
     message = f"cu_seq_lens_q must be non-decreasing from 0 to {positions}, the number of positions in input_ids"
     if not cu_seq_lens.is_cpu:
-        torch.ops.aten._assert_async.msg(rises, message)  # no wait for the device
+        torch.ops.aten._assert_async.msg(rises, message)  # does not wait for the device
     elif not rises:
         raise ValueError(f"{message}; got {cu_seq_lens.tolist()}")
 
 
 def _require(condition: Tensor, message: str) -> None:
-    """Raise a ValueError unless it holds; in a compiled call a RuntimeError, and in an exported program nothing."""
+    """Raise a ValueError unless `condition` holds; a RuntimeError in compiled calls, and nothing in traced programs."""
     if torch.jit.is_tracing() or is_exporting():
         return
     if is_torchdynamo_compiling():
@@ -420,5 +422,5 @@ def _require(condition: Tensor, message: str) -> None:
 
 
 def _statically_true(condition: Tensor) -> bool:
-    """Whether it holds, where it can be read: a traced graph must not depend on data."""
+    """Return True if `condition` holds; False in traced code, because a traced graph must not depend on data."""
     return not is_torchdynamo_compiling() and not torch.jit.is_tracing() and bool(condition)

@@ -15,7 +15,7 @@ from kvshift.models.versions import CACHE, given_cache
 
 
 class ShiftedGeneration:
-    """`generate` with caches that carry the state of the shift."""
+    """A mixin for `generate` with caches that carry the state of the shift."""
 
     config: ShiftConfig
 
@@ -29,13 +29,13 @@ class ShiftedGeneration:
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> dict[str, Tensor | None]:
-        """Called by `generate` for static caches. (Its default leaves out the window of "hybrid_sliding" layers.)"""
+        """Create masks for static caches in `generate`. (Its default ignores the window of "hybrid_sliding" layers.)"""
         return create_masks(config, inputs_embeds, attention_mask, given_cache(past_key_values, cache), position_ids)
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """An assistant is not told of a mask that is all ones; a pad token in its text is then no padding."""
+        """Return ones for an assistant, which gets no mask of ones: pad tokens in its text would count as padding."""
         if generation_config.is_assistant:
             return torch.ones(inputs_tensor.shape[:2], dtype=torch.long, device=inputs_tensor.device)
         return super()._prepare_attention_mask_for_generation(  # type: ignore[misc]
@@ -43,7 +43,7 @@ class ShiftedGeneration:
         )
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        """If a draft by early exit fails, transformers leaves its number of layers in the configuration."""
+        """Restore the configured number of layers, which transformers does not do if a draft by early exit fails."""
         layers = self.config.num_hidden_layers
         try:
             return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
@@ -60,7 +60,7 @@ class ShiftedGeneration:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         if model_kwargs.get(CACHE) is not None:
             ensure_shift_cache(model_kwargs[CACHE], self.config)
-            if generation_config.is_assistant:  # transformers has asked it of the layers that were there before
+            if generation_config.is_assistant:  # transformers did so on the replaced layers only
                 model_kwargs[CACHE].activate_past_recording()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -73,7 +73,7 @@ class ShiftedGeneration:
 
 
 def _refuse_documents(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Refuse names of documents that `generate` would not carry from one forward pass to the next."""
+    """Raise a ValueError for document boundaries that `generate` would not carry from one forward pass to the next."""
     for name in ("cu_seq_lens_q", "seq_idx"):
         if model_kwargs.get(name) is not None:
             raise ValueError(

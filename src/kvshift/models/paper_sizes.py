@@ -1,4 +1,4 @@
-"""The paper's model sizes, as fields of `KVShiftLlamaConfig`: plain numbers, for what does without torch."""
+"""The paper's model sizes, as fields of `KVShiftLlamaConfig`: plain numbers, importable without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 _LARGE = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}}
 
-# (hidden_size, layers, heads, KV heads, MLP width, context, vocabulary); the head size is 128 in all.
+# (hidden_size, layers, heads, KV heads, MLP width, context, vocabulary); the head size is always 128.
 _TABLE_16 = {
     "1.5B": (2048, 28, 16, 16, 5504, 2048, 36_000),
     "2.9B": (2560, 32, 20, 4, 8704, 4096, 48_000),
@@ -18,7 +18,7 @@ _TABLE_16 = {
 
 SIZES: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
     {
-        # Tables 6 to 13: the BlaGPT setting, biases in all linear layers but the head.
+        # Tables 6 to 13: the BlaGPT setting, with biases in all linear layers except the head.
         "0.2B": {
             "hidden_size": 768,
             "num_hidden_layers": 12,

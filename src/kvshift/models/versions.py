@@ -1,4 +1,4 @@
-"""What differs among the versions of transformers that are supported, and which of them are tested."""
+"""Differences between the supported versions of transformers, and which versions are tested."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transformers.masking_utils import create_causal_mask
 from transformers.utils.generic import TransformersKwargs
 
 OLDEST, NEWEST = "5.16.1", "5.24.0"
-"""The bounds of `pyproject.toml`, both of which CI tests."""
+"""Oldest and newest version that `pyproject.toml` allows; CI tests both."""
 
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
-"""What the installed transformers calls the cache of a forward pass: "cache" from 5.24 on."""
+"""Name of the cache argument of `forward` in the installed version of transformers: "cache" from 5.24 on."""
 
 _PASSED_ON = {*TransformersKwargs.__optional_keys__, "ignore_index", "return_dict", "shift_labels"} - {
-    "output_router_logits"  # of mixtures of experts, which no model here is
+    "output_router_logits"  # only for mixtures of experts, and no model here is one
 }
 
 
 @once
 def warn_if_untested() -> None:
-    """Warn, once in a process, that the installed version of transformers is not one of those that are tested."""
+    """Warn, once per process, if the installed version of transformers is outside the tested range."""
     if not Version(OLDEST) <= Version(transformers.__version__) <= Version(NEWEST):
         warnings.warn(
             f"transformers {transformers.__version__} has not been tested with KV shift; versions {OLDEST} to {NEWEST} "
@@ -37,10 +37,10 @@ def warn_if_untested() -> None:
 
 
 def given_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache of a call, which has two names from transformers 5.24 on, and before that the first.
+    """Return the cache of a call, from either name of the argument; before transformers 5.24 only the first exists.
 
     Raises:
-        TypeError: both names were given, or the second to a version that does not have it.
+        TypeError: both are given, or `cache` is given with an older version.
     """
     if cache is not None and CACHE != "cache":
         raise TypeError(f"unknown argument cache: transformers {transformers.__version__} calls it past_key_values")
@@ -50,11 +50,11 @@ def given_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | N
 
 
 def refuse_unknown(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise a TypeError that names a keyword argument of a call that no layer heeds; None is as good as not given.
+    """Raise a TypeError for a keyword argument, other than None, that no layer uses; a ValueError for is_causal=False.
 
     Args:
         model: a decoder.
-        arguments: those that its `forward` does not name itself.
+        arguments: keyword arguments that are not named in the signature of its `forward`.
     """
     for name in arguments.keys() - _PASSED_ON - model.own_arguments:
         if arguments[name] is not None:

@@ -1,4 +1,4 @@
-"""Level 0: the operator. Needs torch and nothing else."""
+"""Level 0: the operator, which depends on torch alone."""
 
 from kvshift.ops.dispatch import BACKENDS
 from kvshift.ops.shift import kv_shift, shift_tokens

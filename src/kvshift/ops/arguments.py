@@ -1,4 +1,4 @@
-"""One call of the operator in one record, from its public face to the kernels.
+"""The record that carries the arguments of a call from the public functions to the kernels.
 
 Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
 """
@@ -14,36 +14,36 @@ from kvshift.ops.boundaries import ShiftPlan
 from kvshift.ops.rope import Rotary
 
 Norms = tuple[nn.Module, nn.Module]
-"""Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
+"""Norms of queries and keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and Llama."""
 
 TENSORS = 14
-"""So many of the first fields of a `Call` are what kernels read, in the order in which torch.library is given them."""
+"""Number of leading fields of a `Call` that the kernels read, in the order of the torch.library schemas."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Of the arithmetic: float32; float64 for float64."""
+    """Return the dtype of the arithmetic: float64 for float64, otherwise float32."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 class Call(NamedTuple):
-    """What is shifted, normalised and rotated, and how; None: it is not there.
+    """The arguments of a call that shifts, normalises and rotates; None for those that are absent.
 
-    (A tuple: a dataclass takes three times as long to make, at every token.)
+    (A named tuple, because creating a dataclass takes three times as long, at every token.)
 
     Attributes:
-        q: (B, T, H, D); k: (B, T, G, D); v: (B, T, G, Dv), or None where one tensor alone is shifted.
-        alpha, beta: (G, W); None: k or v is not shifted.
-        k_state, v_state: (S, R, G, D) and (S, R, G, Dv), the rows before each sequence; None: zeros.
-        cos, sin: tables of the rotation, `kvshift.ops.rope.Rotary` (the kernels are given (L, T, D/2)); None: q and k
-            are not rotated.
-        q_scale, k_scale: (D,), the gains of the norms, for the kernels alone.
-        sources, next_state, readers: as in a `kvshift.ops.boundaries.ShiftPlan`, made of the following three.
+        q: queries, (B, T, H, D). k: keys, (B, T, G, D). v: values, (B, T, G, Dv); None if only one tensor is shifted.
+        alpha, beta: coefficients, (G, W). If None, k or v is not shifted.
+        k_state, v_state: rows before each sequence, (S, R, G, D) and (S, R, G, Dv). None stands for zeros.
+        cos, sin: rotary tables, as in `kvshift.ops.rope.Rotary` (for the kernels, (L, T, D/2)). If None, q and k are
+            not rotated.
+        q_scale, k_scale: gains of the norms, (D,), for the kernels only.
+        sources, next_state, readers: fields of the `kvshift.ops.boundaries.ShiftPlan` for the following three.
         cu_seqlens, seq_idx, mask: as in `kvshift.kv_shift`.
-        norms: between shift and rotation.
-        eps: of the norms, for the kernels. (A default of 0 would be a number that changes to torch.compile.)
-        gamma, q_state: (H, W) and (S, R, H, D): queries that are shifted too, by a call of their own.
-        max_rows: how many rows of state are kept at most; 0: none; None: as many as a window needs.
-        backend: as the caller named it.
+        norms: modules applied to q and k between shift and rotation.
+        eps: epsilon of the norms, for the kernels only. (torch.compile would treat a default of 0 as a varying number.)
+        gamma, q_state: (H, W) and (S, R, H, D), if queries are shifted too, which takes a separate call.
+        max_rows: maximum number of rows of state to keep. 0: none. None: as many as the window needs.
+        backend: the backend that the caller requested.
     """
 
     q: Tensor | None
@@ -71,28 +71,28 @@ class Call(NamedTuple):
     backend: str = "auto"
 
     def boundaries(self) -> dict[str, Tensor | None]:
-        """As the caller gave them, by name."""
+        """Return `cu_seqlens`, `seq_idx` and `mask` by name."""
         return {"cu_seqlens": self.cu_seqlens, "seq_idx": self.seq_idx, "mask": self.mask}
 
     def rotary(self) -> Rotary | None:
-        """Both tables."""
+        """Return both rotary tables, or None if there are none."""
         return None if self.cos is None or self.sin is None else (self.cos, self.sin)
 
     def plan(self) -> ShiftPlan | None:
-        """None without boundaries."""
+        """Return the plan; None without boundaries."""
         if self.sources is None or self.next_state is None:
             return None
         return ShiftPlan(self.sources, self.next_state, self.readers)
 
     def rows(self) -> int:
-        """R; as many as a window needs where there is no state."""
+        """Return R, the number of rows of state; as many as the window needs if there is no state."""
         return self.window() - 1 if self.k_state is None else self.k_state.shape[1]
 
     def rows_to_keep(self) -> int:
-        """At most."""
+        """Return the maximum number of rows of state to keep."""
         return self.window() - 1 if self.max_rows is None else self.max_rows
 
     def window(self) -> int:
-        """W; 1 where nothing is shifted. (No property: torch.compile of 2.10 cannot compare one of a NamedTuple.)"""
+        """Return W; 1 if nothing is shifted. (Not a property: torch.compile in 2.10 fails on those of a NamedTuple.)"""
         shifted = self.alpha if self.beta is None else self.beta
         return 1 if shifted is None else shifted.shape[1]

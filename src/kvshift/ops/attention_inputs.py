@@ -1,4 +1,4 @@
-"""Shift, QK-norm and rotary embedding together, as attention wants them: in one launch where the kernels can.
+"""Shift, QK-norm and rotary embedding of the inputs of attention, in one launch if the kernels can.
 
 Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 """
@@ -31,7 +31,7 @@ from kvshift.ops.triton.call import shift_triton
 Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
 
 _DDP_TAKES_CHECKPOINTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether torch.compile can cut a graph with a checkpoint into DDP's buckets: 2.13 does; see pytorch issue 104674."""
+"""Whether torch.compile can split a graph with a checkpoint into DDP's buckets (pytorch issue 104674)."""
 
 
 def shift_norm_rope(
@@ -52,25 +52,25 @@ def shift_norm_rope(
     backend: str = "auto",
     kept: CoefficientCache | None = None,
 ) -> Results:
-    """Shift, then normalise queries and keys, then rotate them.
+    """Shift queries, keys and values, then normalise and rotate queries and keys.
 
         q, k, v = shift(q, gamma), shift(k, alpha), shift(v, beta)       as `kvshift.kv_shift`
         q, k = norms[0](q), norms[1](k)                                  x / sqrt(mean(x^2) + eps) * weight, over D
         q, k = rotate(q, rotary), rotate(k, rotary)                      `kvshift.ops.rope`
 
-    In one launch all is in fp32 (fp64 for fp64) and rounded once; otherwise each of the three rounds.
+    One launch computes in fp32 (fp64 for fp64) and rounds once; otherwise each of the three steps rounds.
 
     Args:
-        q: (B, T, H, D), or None: keys and values alone. k: (B, T, G, D), v: (B, T, G, Dv).
-        alpha, beta: (G, W), gamma: (H, W); None: not shifted.
-        rotary, norms: None: not rotated, not normalised.
-        state: as in `kv_shift`, with queries where there is gamma. Looked at only if something is shifted.
+        q: (B, T, H, D), or None for keys and values alone. k: (B, T, G, D). v: (B, T, G, Dv).
+        alpha, beta, gamma: (G, W), (G, W) and (H, W). If None, that tensor is not shifted.
+        rotary, norms: tables and modules for queries and keys. If None, they are not rotated or not normalised.
+        state: as in `kv_shift`, with queries if gamma is given. Used only if something is shifted.
         cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
-        keep_state: False where no later call needs the new state.
-        kept: what the caller keeps of alpha and beta for generation.
+        keep_state: False if no later call needs the new state.
+        kept: the caller's cache of alpha and beta for generation.
 
     Returns:
-        q, k, v and the new state; None where it is not kept or nothing is shifted.
+        q, k, v and the new state, which is None if it is not kept or nothing is shifted.
     """
     k_state, v_state, q_state, max_rows = parts_of_state(state)
     cos, sin = rotary or (None, None)
@@ -83,7 +83,7 @@ def shift_norm_rope(
 
 
 def run(path: FusedPath, call: Call) -> Results:
-    """`shift_norm_rope` on a path that was chosen, which is not "next token"."""
+    """Run `shift_norm_rope` on a path that has been chosen, other than "next token"."""
     if path == "launch":
         return _launch(call)
     return _unfused(call, _finish_by_loops if path == "reference" else _finish)
@@ -113,10 +113,10 @@ def _launch(call: Call) -> Results:
 
 
 def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) -> Any:
-    """Shifted k and v, as a compiler is to see them in training.
+    """Call `function`, which shifts k and v, inside a checkpoint, for compiled training.
 
-    It keeps the raw ones for backward, which the gradients of the coefficients need anyway, and recomputes the others
-    there: what `kvshift.layers.recompute` does where nothing is compiled.
+    The compiler then saves the raw k and v for backward, where the gradients of the coefficients need them anyway, and
+    recomputes the shifted ones, as `kvshift.layers.recompute` does without a compiler.
     """
     if not _DDP_TAKES_CHECKPOINTS and DistributedDataParallel._active_ddp_module is not None:
         return function(k, v)
@@ -124,13 +124,13 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
 
 
 def _unfused(call: Call, finish: Callable[..., Any]) -> Results:
-    """One after the other; `finish` is norm and rotation."""
+    """Shift first, then normalise and rotate with `finish`."""
     q, k, v, new = call.q, call.k, cast(Tensor, call.v), None
     if call.alpha is None and call.beta is None and call.gamma is None:
         check_call(call)
     else:
         hold = call.alpha
-        if hold is None and call.beta is None:  # the state holds keys all the same, so that it has one shape
+        if hold is None and call.beta is None:  # the state always holds keys, so that its shape is fixed
             hold = torch.eye(1, cast(Tensor, call.gamma).shape[1], device=k.device).expand(k.shape[2], -1)
         k_hat, v, new = shift_keys_values(call._replace(alpha=hold, cos=None, sin=None, norms=None))
         k = k if call.alpha is None else k_hat
@@ -153,7 +153,7 @@ def _shift_queries(q: Tensor, gamma: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 
 def _half_tables(call: Call) -> Rotary:
-    """(L, T, D/2), as the kernels read them."""
+    """Return the rotary tables in the form that the kernels read, (L, T, D/2)."""
     cos, sin = (table.squeeze(2) for table in cast(Rotary, call.rotary()))
     half = call.k.shape[3] // 2
     return (cos, sin) if cos.shape[-1] == half else (cos[..., :half], sin[..., half:])  # the first half is negated

@@ -1,9 +1,9 @@
-"""Where a document begins, and which token is whose predecessor once padding and boundaries are counted in.
+"""Where documents begin, and which tokens precede each token, given padding and document boundaries.
 
 Shapes: B batch, T positions, S sequences, R rows of state, W window.
 
-Everything here is integer arithmetic on (B, T): small beside the keys and values, without branches on data, and so
-free of synchronisation on a GPU.
+All of this is integer arithmetic on (B, T). It is cheap relative to the keys and values, and has no branches on data,
+hence no synchronisation on a GPU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 
 def document_starts(named: Tensor, real: Tensor | None, *, step: int = 0) -> Tensor:
-    """Where a document begins behind another of its row, (B, T) booleans: the one rule for it.
+    """Return where a document begins after another in its row, (B, T) booleans; the only definition of this rule.
 
-        real position t, the last real one before it s:  named[t] != named[s] + step
+        named[t] != named[s] + step        for a real position t, where s is the last real position before t
 
     Args:
-        named: (B, T) integers: numbers of documents, or positions within them with `step` = 1.
-        real: (B, T), False on padding; None if there is none.
+        named: (B, T) integers: numbers of the documents or, with `step` = 1, positions within them.
+        real: (B, T), False on padding; None if there is no padding.
     """
     if real is None:
         return torch.nn.functional.pad(named.diff(dim=1) != step, (1, 0))[:, : named.shape[1]]
@@ -36,28 +36,28 @@ def document_starts(named: Tensor, real: Tensor | None, *, step: int = 0) -> Ten
 
 
 def sequence_of_positions(cu_seqlens: Tensor, positions: int) -> Tensor:
-    """Which sequence of a pack holds each position, (P,), by its boundaries (S + 1,)."""
+    """Return the index of the sequence that contains each position of a pack, (P,), given its boundaries, (S + 1,)."""
     position_P = torch.arange(positions, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    # A sum, and not a view: for a GPU, PyTorch before 2.13 compiles a search in x[1:] as one in x.
+    # A difference, not a view: for GPUs, torch.compile before 2.13 turns a search in x[1:] into one in x.
     last_S = cu_seqlens[1:] - 1
     return torch.searchsorted(last_S, position_P)
 
 
 NOTHING = -(2**31)
-"""In a `ShiftPlan`: a row of zeros is read, or no position reads the row."""
+"""Marks, in a `ShiftPlan`, a lag that reads zeros, or a row that no position reads."""
 
 
 class ShiftPlan(NamedTuple):
-    """Where every output takes its rows from: the one form in which all implementations read boundaries.
+    """The rows that every output reads: the form in which all implementations receive boundaries.
 
-    A row is named by an int32: 0 .. T-1 is a position of its batch entry; -1, -2, ... -Q is a row of the batch entry's
+    A row is identified by an int32: 0 .. T-1 is a position of the batch entry, and -1, -2, ... -Q is a row of its
     state, counted from the end (Q = R; for a pack Q = S * R, sequence after sequence). All tensors are contiguous.
 
     Attributes:
-        sources: (B, T, W), the row that lag j of position t reads, or `NOTHING`.
-        next_state: (B, N), the rows that make up the next state, or `NOTHING`.
-        readers: (B, Q + T, W), the inverse of `sources` for backward: the position whose lag j reads a row of state or,
-            behind those, a position; or `NOTHING`. None where no gradient is asked for.
+        sources: row that lag j of position t reads, or `NOTHING`, (B, T, W).
+        next_state: rows that make up the next state, or `NOTHING`, (B, N).
+        readers: inverse of `sources` for backward: the position whose lag j reads each of the Q rows of state and T
+            positions, or `NOTHING`, (B, Q + T, W). None if no gradients are needed.
     """
 
     sources: Tensor
@@ -71,10 +71,10 @@ Arguments = ParamSpec("Arguments")
 
 @contextmanager
 def shared_plans(plans: dict[Any, Any] | None = None) -> Iterator[None]:
-    """While it is open, in this thread, the same tensors get the same plan: one for all layers of a call of a model.
+    """Within this context, in this thread, reuse plans for the same tensors, so that all layers of a model share one.
 
     Args:
-        plans: where to keep them; new if None.
+        plans: dictionary to store the plans in; a new one if None.
     """
     outer = getattr(_SHARED, "plans", None)
     _SHARED.plans = {} if plans is None else plans
@@ -85,12 +85,12 @@ def shared_plans(plans: dict[Any, Any] | None = None) -> Iterator[None]:
 
 
 def shares_plans() -> bool:
-    """Whether `shared_plans` is open in this thread."""
+    """Return True within a `shared_plans` context of this thread."""
     return getattr(_SHARED, "plans", None) is not None
 
 
 def _shareable(plan: Callable[Arguments, ShiftPlan]) -> Callable[Arguments, ShiftPlan]:
-    """See `shared_plans`."""
+    """Let a function that makes plans reuse them within `shared_plans`."""
 
     @functools.wraps(plan)
     def shared(*args: Arguments.args, **where: Arguments.kwargs) -> ShiftPlan:
@@ -98,7 +98,7 @@ def _shareable(plan: Callable[Arguments, ShiftPlan]) -> Callable[Arguments, Shif
             return plan(*args, **where)
         key = (args, *((name, id(value)) for name, value in where.items()))
         if key not in _SHARED.plans:
-            _SHARED.plans[key] = plan(*args, **where), where  # kept, so that no other tensor gets its id
+            _SHARED.plans[key] = plan(*args, **where), where  # `where` is kept so that no other tensor gets its id
         return _SHARED.plans[key][0]
 
     return shared
@@ -117,18 +117,18 @@ def plan_shift(
     mask: Tensor | None = None,
     backward: bool = False,
 ) -> ShiftPlan:
-    """Number the real tokens of each document, and find for every token those that came 1 .. W-1 before it.
+    """Return the plan: for every token, the rows of the real tokens 1 .. W-1 places before it in its document.
 
     Args:
         batch, positions, window, rows: B (1 with `cu_seqlens`), T, W and R.
-        device: where to build the plan.
+        device: device of the plan.
         cu_seqlens, seq_idx, mask: as in `kv_shift`; at most one of the first two.
-        backward: whether gradients are asked for.
+        backward: whether gradients are needed.
     """
     position_T = torch.arange(positions, device=device)
     real_BT = torch.ones(batch, positions, dtype=torch.bool, device=device) if mask is None else mask
-    rank_BT = real_BT.cumsum(1) - 1  # how many real tokens stand before a real token of this row
-    spare = positions  # one column beyond the end takes the writes and reads of padding
+    rank_BT = real_BT.cumsum(1) - 1  # number of real tokens before a real token in its row
+    spare = positions  # an extra column at the end takes the writes and reads of padding
     no_position = torch.full((batch, positions + 1), NOTHING, dtype=torch.long, device=device)
     at_rank = no_position.scatter(1, torch.where(real_BT, rank_BT, spare), position_T.expand(batch, -1))
 
@@ -138,7 +138,7 @@ def plan_shift(
         bound_rank = real_before[:, cu_seqlens.long()]  # (1, S + 1): real tokens before each boundary
         first_BT = bound_rank[:, sequence_T]
         slots = rows * (cu_seqlens.shape[0] - 1)
-        state_BT = ((sequence_T + 1) * rows - slots).expand(batch, -1)  # behind the newest row of a token's state
+        state_BT = ((sequence_T + 1) * rows - slots).expand(batch, -1)  # one past the newest row of a token's state
         end_BS, first_BS = bound_rank[:, 1:], bound_rank[:, :-1]
         state_BS = torch.arange(1, cu_seqlens.shape[0], device=device).mul(rows).sub(slots).expand(batch, -1)
     else:
@@ -148,12 +148,12 @@ def plan_shift(
         first_BS = state_BS = torch.zeros_like(end_BS)
         if seq_idx is not None:
             first_BT = torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values
-            state_BT = torch.where(first_BT > 0, NOTHING, 0)  # only a row's first document continues its state
+            state_BT = torch.where(first_BT > 0, NOTHING, 0)  # only the first document of a row continues its state
             first_BS = torch.cat([first_BS, first_BT], dim=1).amax(1, keepdim=True)
             state_BS = torch.where(first_BS > 0, NOTHING, 0)
 
     def row_of(rank: Tensor, first: Tensor, state: Tensor) -> Tensor:
-        """The row that holds the token of this rank; ranks below `first` reach back into state."""
+        """Return the row of the token with this rank; ranks below `first` refer to the state."""
         behind = rank - first.unsqueeze(2)  # -1 is the newest row of state
         from_state = (state.unsqueeze(2) + behind).clamp(min=NOTHING)
         index = torch.where(behind >= 0, rank, spare).clamp(max=spare)
@@ -173,14 +173,14 @@ def plan_shift(
 
 
 def plan_without_boundaries(positions: int, window: int, rows: int, device: torch.device) -> ShiftPlan:
-    """The plan where every batch entry is one sequence, the same for all: (1, T, W), no next state, (1, R + T, W)."""
+    """Return the plan, (1, T, W) and (1, R + T, W), for batch entries of one sequence each, without the next state."""
     sources = torch.arange(positions, device=device)[None, :, None] - torch.arange(window, device=device)
     readers = readers_without_boundaries(-rows, positions, positions, window, device)
     return ShiftPlan(sources, torch.empty(1, 0, dtype=torch.int, device=device), readers)
 
 
 def readers_without_boundaries(start: int, end: int, positions: int, window: int, device: torch.device) -> Tensor:
-    """The `readers` of rows start .. end - 1 where every batch entry is one sequence, (1, end - start, W)."""
+    """Return the `readers` of rows start .. end - 1 if every batch entry is one sequence, (1, end - start, W)."""
     row = torch.arange(start, end, device=device)[None, :, None]
     reader = row + torch.arange(window, device=device)
     return torch.where(reader < positions, reader, NOTHING)

@@ -1,7 +1,8 @@
-"""The next token of generation in a few plain operations, with the bits of `kv_shift`.
+"""The next token of generation in a few plain operations, bit-identical to `kv_shift`.
 
-On every device the host takes longer to prepare a launch of a kernel than to call these (docs/findings.md). They
-are for one token of every sequence, rotated, at a window of 2, without gradients: the row of state is the token before.
+On every device, the host takes longer to prepare a kernel launch than to call these operations (docs/findings.md). They
+handle one token per sequence, with rotary embedding, a window of 2 and no gradients. The row of state is the previous
+token:
 
     k_hat = alpha[:, 0] * k + alpha[:, 1] * state.k          v_hat = beta[:, 0] * v + beta[:, 1] * state.v
 
@@ -24,8 +25,8 @@ def next_token(call: Call, cache: CoefficientCache) -> tuple[Tensor | None, Tens
     """Shift, normalise and rotate the next token of every sequence.
 
     Args:
-        call: one whose path is "next token" (`kvshift.ops.dispatch.fused_path`).
-        cache: of the layer's coefficients.
+        call: a call for which `kvshift.ops.dispatch.fused_path` returns "next token".
+        cache: cache of the layer's coefficients.
 
     Returns:
         q, k, v and the new state, which shares memory with the keys and values of the call.
@@ -39,15 +40,15 @@ def next_token(call: Call, cache: CoefficientCache) -> tuple[Tensor | None, Tens
         k, v = _shift_next_token(call, cache)
     if call.norms is not None:
         q, k = call.norms[0](q), call.norms[1](k)
-    # Rotated together: four operations less.
+    # Rotated together, which saves four operations.
     q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], k.shape[2]), 2)
     return q, k, v, new
 
 
 def _shift_next_token(call: Call, cache: CoefficientCache) -> list[Tensor]:
-    """Keys and values; a row of state is the token before."""
+    """Return the shifted keys and values; the row of state is the previous token."""
     dtype = compute_dtype(call.k)
-    of_k_and_v: Any = enumerate(zip(call[1:3], call[3:5], call[5:7], strict=True))  # both have states
+    of_k_and_v: Any = enumerate(zip(call[1:3], call[3:5], call[5:7], strict=True))  # both have a state
     outputs = []
     for index, (x, coefficients, before) in of_k_and_v:
         if coefficients is None:
@@ -67,11 +68,11 @@ def _shift_next_token(call: Call, cache: CoefficientCache) -> list[Tensor]:
 
 
 class Columns(NamedTuple):
-    """Coefficients (G, 2) as the next token needs them.
+    """The columns of coefficients (G, 2), in the form that the next token needs.
 
     Attributes:
-        now, before: those of the token and of the one before it, (G, 1), views.
-        none_is_zero: every row may be read. (A coefficient of zero reads nothing.)
+        now, before: coefficients of the token and of the previous one, (G, 1) views.
+        none_is_zero: True if all are known to be nonzero. (A row whose coefficient is zero must not be read.)
     """
 
     now: Tensor
@@ -80,24 +81,24 @@ class Columns(NamedTuple):
 
 
 def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
-    """Columns; `look` whether any number is zero: a microsecond on a CPU, a wait for any other device."""
+    """Return the columns; if `look`, search for zeros, which takes 1 us on a CPU and synchronises elsewhere."""
     now, before = coefficients.unsqueeze(2).unbind(1)
     return Columns(now, before, look and all(map(all, coefficients.tolist())))
 
 
 class CoefficientCache:
-    """The columns of a layer's parameters, cached from token to token: making them takes as long as the shift.
+    """Caches the columns of a layer's parameters between tokens, because computing them takes as long as the shift.
 
-    A cached column also saves the wait for the device that the search for zeros is. (A zero written through `.data`,
-    which changes no version counter, is multiplied like other numbers until the next change.)
+    Caching also saves the synchronisation with the device for the search for zeros. (A zero written through `.data`,
+    which does not change the version counter, is multiplied like other numbers until the next change.)
     """
 
     def __init__(self) -> None:
         self._cached: list[tuple[Tensor | None, int, int, torch.dtype, Columns] | None] = [None, None]
 
     def columns(self, index: int, x: Tensor, dtype: torch.dtype) -> Columns:
-        """Those of alpha (`index` 0) or of beta (1) in this dtype."""
-        # A graph that is being captured is to hold for other numbers too: it asks nothing.
+        """Return the columns of alpha (`index` 0) or beta (`index` 1) in this dtype."""
+        # A captured graph must stay valid for other values: nothing is read or cached.
         captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
         cached = self._cached[index]
         if (

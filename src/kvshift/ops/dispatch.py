@@ -1,6 +1,6 @@
-"""Which implementation takes a call: the one place that decides.
+"""The choice of an implementation for each call.
 
-`shift_path` and `fused_path` answer from the record of a call, the device and who looks on.
+`shift_path` and `fused_path` choose by the arguments, the device, and any active compiler, tracer or transform.
 
 Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 """
@@ -20,19 +20,19 @@ from kvshift.ops.triton.call import triton_refusal
 from kvshift.ops.triton.self_test import Kind, passes_self_test
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
-_AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
+_AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # the meaning of "auto" in this process
 _REFUSALS: dict[str, Any] = {"cpu": cpu_refusal, "triton": triton_refusal}
-_PLAIN = {"cpu": PLAIN, "triton": (*PLAIN, torch._subclasses.FakeTensor)}  # what kernels can read by its address
+_PLAIN = {"cpu": PLAIN, "triton": (*PLAIN, torch._subclasses.FakeTensor)}  # types that kernels accept
 
 ShiftPath = Literal["reference", "traceable", "eager", "cpu", "triton"]
 FusedPath = Literal["next token", "reference", "launch", "unfused"]
 
 
 def choose_backend(backend: str) -> str:
-    """What the caller asks for, or, where that is "auto", what the environment variable KVSHIFT_BACKEND does.
+    """Return `backend`, or the value of the environment variable KVSHIFT_BACKEND (if set) in place of "auto".
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: `backend` or the value of the variable is not a backend.
     """
     if backend == _AUTO == "auto":
         return backend
@@ -43,10 +43,10 @@ def choose_backend(backend: str) -> str:
 
 
 def shift_path(call: Call) -> ShiftPath:
-    """Which implementation shifts; "traceable" for every backend where `needs_traceable_ops` says so.
+    """Return the implementation that shifts: "traceable" if needed, whatever the backend (except "reference").
 
     Raises:
-        ValueError: the backend that was asked for does not exist or cannot take the tensors.
+        ValueError: the requested backend does not exist or cannot take the tensors.
     """
     backend: Any = choose_backend(call.backend)
     if backend == "reference":
@@ -55,7 +55,7 @@ def shift_path(call: Call) -> ShiftPath:
         return "traceable"
     x, others = call.k, (call.v, call.alpha, call.beta, call.k_state, call.v_state, *call.boundaries().values())
     if backend == "auto":
-        if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
+        if torch.compiler.is_compiling():  # it fuses the few operations of eager with their neighbours
             return "eager"
         kernels = "triton" if is_gpu(x) else "cpu"
         refused = _refusal(kernels, call.window(), x, *others) is not None
@@ -68,12 +68,12 @@ def shift_path(call: Call) -> ShiftPath:
 
 
 def fused_path(call: Call) -> FusedPath:
-    """How shift, QK-norm and rotary embedding are done: in one launch, or one after the other.
+    """Choose how to shift, normalise and rotate: in one launch, or in separate steps.
 
-    The next token of generation takes a few plain operations, on every device: preparing a launch keeps the host
-    longer (docs/findings.md). Else one launch is for CUDA devices, or where the backend "triton" is asked for; never
-    where gradients are to flow through a state or to the tables, nor with norms that compute anything else or whose
-    calls somebody watches.
+    The next token of generation uses a few plain operations on every device, because preparing a launch occupies the
+    host for longer (docs/findings.md). Otherwise, one launch is used on CUDA devices, or if the backend "triton" is
+    requested. It is never used if gradients would have to flow through a state or to the rotary tables, if the norms
+    compute anything else than RMSNorm, or if they have hooks.
     """
     if (
         call.backend == _AUTO == "auto"
@@ -94,17 +94,17 @@ def fused_path(call: Call) -> FusedPath:
 
 
 def is_gpu(x: Tensor) -> bool:
-    """Whether "auto" takes the Triton kernels for x."""
+    """Return True if "auto" considers the Triton kernels for x."""
     return x.is_cuda
 
 
 def takes_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
-    """Whether a call with rotary embedding is one for the kernels.
+    """Return True if a call with rotary embedding should use the kernels.
 
-    Under torch.compile "auto" takes them for training with a shift: what the compiler makes of plain operations moves
-    more bytes there and keeps more (docs/findings.md). It leaves to the compiler what it rotates without shift;
-    generation, which waits for the host, to which calling an operator written in Python takes longer; and programs
-    that torch.export makes, which are to run where there is no such operator.
+    Under torch.compile, "auto" uses them for training with a shift, because the code that the compiler generates from
+    plain operations moves and saves more bytes (docs/findings.md). It leaves everything else to the compiler: rotation
+    without a shift; generation, which waits for the host, where calling an operator written in Python takes longer; and
+    programs made by torch.export, which must run where no such operator exists.
     """
     backend = choose_backend(backend)
     if backend != "auto" or not on_gpu:
@@ -113,12 +113,12 @@ def takes_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
 
 
 def compiles_training() -> bool:
-    """Whether a compiler looks on that makes forward and backward; one that exports makes neither."""
+    """Return True while torch.compile traces a forward pass for training; torch.export does not count."""
     return torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_exporting()
 
 
 def gain_and_epsilon(norm: Any) -> tuple[Tensor | None, float]:
-    """What `Norms` calls weight and eps; of None, a norm that is not there."""
+    """Return the weight and eps of a norm, as named in `Norms`; (None, 0.0) without a norm."""
     if norm is None:
         return None, 0.0
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -126,16 +126,16 @@ def gain_and_epsilon(norm: Any) -> tuple[Tensor | None, float]:
 
 
 def _passes_self_test(call: Call) -> bool:
-    """Whether the Triton kernels compute on this device what they should; asked where "auto" would take them."""
+    """Return True if the Triton kernels pass the self-test for this kind of call; needed only for "auto"."""
     k, v = call.k, call.k if call.v is None else call.v
     rotated, normed = call.cos is not None, call.norms is not None
     return passes_self_test(Kind(k.device, k.dtype, k.shape[3], v.shape[3], call.window(), rotated, normed))
 
 
 def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
-    """Why they cannot take x, and the other tensors of the call beside it; None if they can."""
+    """Return why the kernels cannot take x or the other tensors of the call; None if they can."""
     refusal = _REFUSALS[kernels](x, window)
-    if refusal is None and not is_exporting():  # of tensors without data, which are no plain ones
+    if refusal is None and not is_exporting():  # it uses tensors without data, which are not plain
         for tensor in (x, *others):
             if tensor is not None and type(tensor) not in _PLAIN[kernels]:
                 return f"it takes plain tensors, got a {type(tensor).__name__}"
@@ -143,7 +143,7 @@ def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> st
 
 
 def _is_next_token(call: Call) -> bool:
-    """Whether it is one token of every sequence, behind the one that the state holds; rotated, and at a window of 2."""
+    """Return True for one token per sequence, rotated, and either not shifted or with window 2 and one row of state."""
     q, k, v, alpha, beta, k_state, v_state = call[:7]
     if call.cos is None or call.gamma is not None or not call.cu_seqlens is call.seq_idx is call.mask is None:
         return False
@@ -172,7 +172,7 @@ def _is_next_token(call: Call) -> bool:
 
 
 def _fits_launch(call: Call) -> bool:
-    """Whether the kernels compute this rotated call; what no path computes raises an error there."""
+    """Return True if the kernels can compute this rotated call. Invalid calls go to the other path, which raises."""
     q, k, v, alpha, beta, k_state, v_state, *tables = cast(tuple[Any, ...], call[:9])
     recorded = [table.requires_grad for table in tables] + [k_state is not None, v_state is not None]
     if k.ndim != 4 or (torch.is_grad_enabled() and any(recorded)):
@@ -194,10 +194,10 @@ def _fits_launch(call: Call) -> bool:
 
 
 def _is_plain(norm: nn.Module) -> bool:
-    """Whether its call is the formula of `Norms` with a gain, and nothing else."""
+    """Return True if calling the norm computes the formula of `Norms` with a gain, and nothing else."""
     hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     return (
-        (isinstance(norm, nn.RMSNorm) or hasattr(norm, "variance_epsilon"))  # Llama's has the latter
+        (isinstance(norm, nn.RMSNorm) or hasattr(norm, "variance_epsilon"))  # Llama's norm has the latter
         and isinstance(norm.weight, Tensor)
         and not any(hooks)
         and "forward" not in norm.__dict__

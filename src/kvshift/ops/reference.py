@@ -1,4 +1,4 @@
-"""The operators as loops over sequences and positions: slow, obvious, and what all else is compared with.
+"""The operators as loops over sequences and positions: slow but obvious, the reference for all other implementations.
 
 Shapes: B batch, T positions, S sequences, R rows of state, H heads, G KV heads, D head size, W window.
 """
@@ -27,20 +27,20 @@ def shift_reference(
 
         y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ... + coefficients[W-1] * x[t-W+1]
 
-    Tokens before the first of a sequence are the rows of `state`, newest last; padding is skipped over.
+    The tokens before the first one of a sequence are the rows of `state`, newest last. Padding is skipped.
 
     Args:
         x: (B, T, G, D).
-        coefficients: (G, W), column j for lag j; None returns x as it is.
-        state: (S, R, G, D): the rows before each sequence (`cu_seqlens`) or batch entry (otherwise).
-        keep: how many rows of state to return; at most R plus the tokens of the shortest sequence.
-        cu_seqlens: (S + 1,) boundaries of packed sequences; B is 1.
-        seq_idx: (B, T) number of the document at each position. State belongs to a row's first document.
+        coefficients: (G, W), column j for lag j. If None, x is returned unchanged.
+        state: rows before each sequence (with `cu_seqlens`) or before each batch entry (otherwise), (S, R, G, D).
+        keep: number of rows of state to return, at most R plus the tokens of the shortest sequence.
+        cu_seqlens: boundaries of packed sequences, (S + 1,); B is 1.
+        seq_idx: number of the document at each position, (B, T). The state belongs to the first document of a row.
         mask: (B, T), False on padding.
 
     Returns:
-        y like x, zero on padding, and the next state: the last tokens of each sequence, or, with `seq_idx`, of
-        the last document of each row.
+        y, of the shape of x and zero on padding, and the next state: the last tokens of each sequence or, with
+        `seq_idx`, of the last document of each row.
     """
     if cu_seqlens is not None:
         bounds = [int(bound) for bound in cu_seqlens]
@@ -77,7 +77,7 @@ def shift_reference(
 
 
 def norm_rope_reference(x: Tensor, scale: Tensor | None, eps: float, rotary: Rotary | None) -> Tensor:
-    """Normalise every head of every token by its root mean square, then rotate its pairs of numbers.
+    """Normalise every head of every token by its root mean square, then apply the rotary embedding.
 
         y = x / sqrt(mean(x^2) + eps) * scale                    over D
         z[i] = y[i] * cos[i] - y[i + D/2] * sin[i]               for the first half
@@ -85,13 +85,13 @@ def norm_rope_reference(x: Tensor, scale: Tensor | None, eps: float, rotary: Rot
 
     Args:
         x: (B, T, H, D).
-        scale: (D,), or None: not normalised.
-        eps: of the norm.
+        scale: gain of the norm, (D,). If None, x is not normalised.
+        eps: epsilon of the norm.
         rotary: cosine and sine, (L, T, 1, D/2), or (L, T, 1, D) with the first half of the sine negated; L is B or 1.
-            None: not rotated.
+            If None, x is not rotated.
 
     Returns:
-        z like x; rounded once.
+        z, of the shape and dtype of x, rounded once.
     """
     compute = compute_dtype(x)
     heads = []
@@ -114,9 +114,9 @@ def _rotated(y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _add(y: Tensor | None, weight: Tensor, row: Tensor) -> Tensor:
-    """y + weight * row, but where weight is zero nothing is added, not even 0 * infinity or the sign of a zero.
+    """Return y + weight * row. Where weight is zero, add nothing, not even 0 * infinity or the sign of a zero.
 
-    Its derivative there is the row all the same, or zero where the row is not finite.
+    The derivative with respect to such a weight is still the row, or zero where the row is not finite.
     """
     zero = weight == 0
     product = weight * torch.where(zero & ~row.isfinite(), 0, row)

@@ -1,6 +1,6 @@
-"""Rotary embedding by tables, in the two forms that are in use.
+"""Rotary embedding from tables, in the two common forms.
 
-Shapes: B batch, T positions, H heads, D head size. L is B, or 1 where all sequences are alike.
+Shapes: B batch, T positions, H heads, D head size. L is B, or 1 if all sequences share the tables.
 """
 
 from __future__ import annotations
@@ -9,40 +9,40 @@ import torch
 from torch import Tensor
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosine and sine, (L, T, 1, D) for `rotate_half` or (L, T, 1, D/2) for `rotate`."""
+"""Cosine and sine tables, (L, T, 1, D) for `rotate_half` or (L, T, 1, D/2) for `rotate`."""
 
 
 def rotate(x_BTHD: Tensor, table: Rotary) -> Tensor:
-    """Rotate the pair (x[i], x[i + D/2]) by the i-th angle (Llama's split-half form), rounded once."""
+    """Rotate each pair (x[i], x[i + D/2]) by the i-th angle (Llama's split-half form), rounding once."""
     cos, sin = table
     x1, x2 = x_BTHD.chunk(2, dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_BTHD.dtype)
 
 
 def half_tables(cos: Tensor, sin: Tensor) -> Rotary:
-    """Tables for `rotate_half`, (L, T, 1, D), from those that Hugging Face models keep, (L, T, D)."""
+    """Convert the tables of Hugging Face models, (L, T, D), to those of `rotate_half`, (L, T, 1, D)."""
     first, second = sin.chunk(2, dim=-1)
     return cos.unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
 
 
 def rotate_half(x_BTHD: Tensor, table: Rotary) -> Tensor:
-    """Rotate the pair (x[i], x[i + D/2]) by the i-th angle: the bits of transformers' `apply_rotary_pos_emb`.
+    """Rotate each pair (x[i], x[i + D/2]) by the i-th angle, bit-identical to `apply_rotary_pos_emb` of transformers.
 
-    y = x * cos + (x[D/2:], x[:D/2]) * sin        the first half of sin negated
+    y = x * cos + (x[D/2:], x[:D/2]) * sin        where the first half of sin is negated
     """
     cos, sin = table
     y, rolled = x_BTHD * cos, x_BTHD.roll(cos.shape[-1] // 2, dims=-1)
-    if rolled.dtype != y.dtype:  # a smaller one, in which the product may not be rounded
+    if rolled.dtype != y.dtype:  # a smaller dtype, to which the product must not be rounded
         return y + rolled * sin
-    return y.add_(rolled.mul_(sin))  # in place: half the time on a CPU, two temporaries less everywhere
+    return y.add_(rolled.mul_(sin))  # in place: half the time on a CPU, two fewer temporaries everywhere
 
 
 def apply_rotary(x_BTHD: Tensor, table: Rotary) -> Tensor:
-    """`rotate_half` by tables as wide as a head, `rotate` by those half as wide."""
+    """Apply `rotate_half` with tables as wide as a head, and `rotate` with tables half as wide."""
     return (rotate_half if table[0].shape[-1] == x_BTHD.shape[-1] else rotate)(x_BTHD, table)
 
 
 def rotate_heads(q_BTHD: Tensor | None, k_BTGD: Tensor | None, table: Rotary) -> tuple[Tensor | None, Tensor | None]:
-    """`apply_rotary` of queries and of keys; None stays."""
+    """Apply `apply_rotary` to queries and keys; None stays None."""
     q = None if q_BTHD is None else apply_rotary(q_BTHD, table)
     return q, None if k_BTGD is None else apply_rotary(k_BTGD, table)

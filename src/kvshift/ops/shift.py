@@ -1,4 +1,4 @@
-"""The operator's public face: argument checks, and the call of the backend that `dispatch.py` names.
+"""The public functions of the operator: they check arguments and call the implementation that `dispatch.py` chooses.
 
 Shapes: B batch, T positions in a row, P positions in a pack, S sequences, G KV heads, D head size, W window,
 R rows of state.
@@ -21,7 +21,7 @@ from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_tracea
 from kvshift.ops.triton.call import shift_triton
 
 _AXES = "(batch, positions, heads, head size)"
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # PyTorch computes with no others
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # the only ones that PyTorch computes with
 
 
 def kv_shift(
@@ -36,39 +36,41 @@ def kv_shift(
     mask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, ShiftState]:
-    """Mix each key and value with those of the tokens before it, with a few learned numbers per KV head.
+    """Mix each key and value with those of the preceding tokens, using a few learned coefficients per KV head.
 
         k_hat[t] = alpha[:, 0] * k[t] + alpha[:, 1] * k[t-1] + ... + alpha[:, W-1] * k[t-W+1]
         v_hat[t] = beta[:, 0] * v[t] + beta[:, 1] * v[t-1] + ... + beta[:, W-1] * v[t-W+1]
 
-    Tokens before the first of a sequence count as zero, or come from `state`. Nothing crosses a document boundary.
-    Padding is skipped: the previous token is the previous real one, and the result on padding is zero, whatever its
-    content. Feeding a sequence in pieces, each with the state that the previous call returned, equals feeding it
-    whole; decoding feeds pieces of one token.
+    Tokens before the first of a sequence are taken from `state`, or are zero without one. Nothing crosses a document
+    boundary. Padding is skipped: the previous token is the previous real one, and the result on padding is zero,
+    whatever its content. Feeding a sequence in pieces, each with the state that the previous call returned, gives the
+    same result as feeding it whole; decoding feeds pieces of one token.
 
     Arithmetic is in fp32 (fp64 for fp64 inputs), rounded once to the dtype of k and v. A lag whose coefficient is zero
-    is not read: with alpha = beta = (1, 0), k and v are returned bit for bit. Gradients reach k, v, alpha, beta and the
-    tensors of `state`, with the same bits on every run. For second derivatives (`create_graph=True`), and under
+    is not read: with alpha = beta = (1, 0), the results equal k and v bit for bit. Gradients flow to k, v, alpha, beta
+    and the tensors of `state`, with the same bits on every run. For second derivatives (`create_graph=True`), and under
     `torch.func` (`vmap`, `grad`, `jacrev`), tracers and forward-mode AD, every backend falls back to plain operations.
 
     Args:
-        k: raw keys, after projection and before QK-norm and rotary embedding, (B, T, G, Dk); any strides.
+        k: raw keys, after projection and before QK-norm and rotary embedding, (B, T, G, Dk), with any strides.
         v: raw values, (B, T, G, Dv).
         alpha: coefficients of the keys, (G, W), column j for lag j; W = 2 in the paper. Best kept in fp32.
-            None returns the keys as they are.
-        beta: coefficients of the values, (G, W). None returns the values as they are.
-        state: the state that an earlier call returned: the last raw keys and values of the B batch entries, or of the
-            S sequences of `cu_seqlens`. None if the sequences begin here.
-        cu_seqlens: boundaries of the sequences packed into the one row of k (B = 1): (S + 1,) int32 or int64, from
-            0 to P, never decreasing. A sequence may be empty: its state passes through.
+            If None, the keys are returned unchanged.
+        beta: coefficients of the values, (G, W). If None, the values are returned unchanged.
+        state: state returned by an earlier call: the last raw keys and values of the B batch entries, or of the S
+            sequences of `cu_seqlens`. None if the sequences begin here.
+        cu_seqlens: boundaries of the sequences packed into the single row of k (B = 1), (S + 1,) int32 or int64, from
+            0 to P, never decreasing. The state of an empty sequence is returned unchanged.
         seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
-            first of a row continues `state`; the new state is that of the last. Not together with `cu_seqlens`.
-        mask: False on padding, (B, T) bool; left, right or in between.
-        backend: "cpu" (the compiled kernel), "eager" (PyTorch operations), "reference" (Python loops, to compare
-            with) or "auto": the kernel where it is built and can take the tensors, else eager.
+            first document of a row continues `state`, and the new state belongs to the last. Cannot be combined with
+            `cu_seqlens`.
+        mask: False on padding, (B, T) bool. Padding may be on the left, on the right or in between.
+        backend: "cpu" (compiled kernel), "triton" (GPU kernels), "eager" (PyTorch operations), "reference" (Python
+            loops, for comparison) or "auto": "triton" on CUDA devices and "cpu" elsewhere, if these can take the
+            tensors, else "eager".
 
     Returns:
-        k_hat like k, v_hat like v, and the new state, which shares no memory with k and v.
+        k_hat, of the shape of k, v_hat, of the shape of v, and the new state, which shares no memory with k and v.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, device or shape; the message names it.
@@ -87,7 +89,7 @@ def kv_shift(
 
 
 def shift_keys_values(call: Call) -> tuple[Tensor, Tensor, ShiftState | None]:
-    """What `kv_shift` returns; no state where no row is kept. alpha or beta is given; queries beside are checked."""
+    """Return what `kv_shift` returns, but None for the state if no row is kept. Alpha or beta must be given."""
     sequences = check_call(call)
     k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None), sequences))
     return k_hat, v_hat, ShiftState(next_k, next_v, call.rows_to_keep()) if call.rows_to_keep() else None
@@ -104,19 +106,19 @@ def shift_tokens(
     mask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """What `kv_shift` does to k and to v, for one tensor: the queries of QKV-shift, say.
+    """Shift a single tensor, for example the queries of QKV-shift, as `kv_shift` shifts k and v.
 
         x_hat[t] = coefficients[:, 0] * x[t] + coefficients[:, 1] * x[t-1] + ... + coefficients[:, W-1] * x[t-W+1]
 
     Args:
         x: (B, T, G, D).
         coefficients: (G, W).
-        state: the raw rows before each sequence, newest last, (S, R, G, D) with R >= W - 1; None for zeros.
-        max_rows: how many rows of state to return, R or more; R by default.
+        state: raw rows before each sequence, newest last, (S, R, G, D) with R >= W - 1. None stands for zeros.
+        max_rows: maximum number of rows of state to return, at least R; R by default.
         cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
 
     Returns:
-        x_hat like x, and the next state.
+        x_hat, of the shape of x, and the next state.
     """
     check_input("x", x)
     check_coefficients("coefficients", coefficients, x)
@@ -134,10 +136,10 @@ def shift_tokens(
 
 
 def _shift(call: Call, sequences: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """k and v, and their next states, None where none is kept; what has no coefficients passes through.
+    """Return k, v and their next states (None if none is kept). Tensors without coefficients are returned unchanged.
 
     Args:
-        call: checked.
+        call: a call that has been checked.
         sequences: S.
     """
     path, max_rows = shift_path(call), call.rows_to_keep()
@@ -165,7 +167,7 @@ def _shift(call: Call, sequences: int) -> tuple[Tensor, Tensor | None, Tensor | 
 
 
 def with_plan(call: Call) -> Call:
-    """The call with its plan; as it is if it has one, and where there are no boundaries or nothing is shifted."""
+    """Return the call with its plan; unchanged if it has one, has no boundaries or shifts nothing."""
     bounds, window = call.boundaries(), call.window()
     if window == 1 or all(bound is None for bound in bounds.values()) or call.sources is not None:
         return call
@@ -175,12 +177,12 @@ def with_plan(call: Call) -> Call:
 
 
 def _say(**tensors: Tensor) -> str:
-    """`k is (2, 3, 5, 7) torch.float32 on cpu, ...` for error messages."""
+    """Describe tensors for error messages: `k is (2, 3, 5, 7) torch.float32 on cpu, ...`."""
     return ", ".join(f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in tensors.items())
 
 
 def check_tensor(name: str, x: Tensor, axes: str) -> None:
-    """Raise a TypeError for what is no tensor, or none whose numbers lie in memory by strides."""
+    """Raise a TypeError unless x is a dense (strided, not nested) tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor {axes}, got {type(x).__name__}")
     if x.is_nested or x.layout != torch.strided:
@@ -189,7 +191,7 @@ def check_tensor(name: str, x: Tensor, axes: str) -> None:
 
 
 def check_call(call: Call) -> int:
-    """Raise what `kv_shift` raises for tensors that are none, or, if any is shifted, that do not fit together.
+    """Raise the errors of `kv_shift` for invalid tensors or, if any is shifted, for tensors that do not fit together.
 
     Returns:
         S, the number of sequences that have a state.
@@ -215,7 +217,7 @@ def check_call(call: Call) -> int:
 
 
 def check_input(name: str, x: Tensor) -> None:
-    """Raise what `kv_shift` raises for keys or values that are none."""
+    """Raise the errors of `kv_shift` unless x is a 4-dimensional floating-point tensor."""
     check_tensor(name, x, _AXES)
     if x.ndim != 4:
         raise ValueError(f"{name} must have 4 dimensions {_AXES}; {_say(**{name: x})}")
@@ -224,7 +226,7 @@ def check_input(name: str, x: Tensor) -> None:
 
 
 def check_coefficients(name: str, coefficients: Tensor, x: Tensor) -> None:
-    """Raise what `kv_shift` raises for coefficients that do not fit x."""
+    """Raise the errors of `kv_shift` unless the coefficients fit x."""
     check_tensor(name, coefficients, "(heads, window)")
     if coefficients.ndim != 2 or coefficients.shape[0] != x.shape[2] or coefficients.shape[1] < 2:
         raise ValueError(
@@ -235,7 +237,7 @@ def check_coefficients(name: str, coefficients: Tensor, x: Tensor) -> None:
 
 
 def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> int:
-    """Returns S, the number of sequences that have a state."""
+    """Check document boundaries and padding, and return S, the number of sequences that have a state."""
     batch, positions = x.shape[:2]
     for name, tensor in (("cu_seqlens", cu_seqlens), ("seq_idx", seq_idx), ("mask", mask)):
         if tensor is not None:
@@ -267,13 +269,13 @@ def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
     valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == positions) & (cu_seqlens.diff() >= 0).all()
     message = f"cu_seqlens must be non-decreasing from 0 to {positions}, the number of positions"
     if cu_seqlens.device.type != "cpu":
-        torch.ops.aten._assert_async.msg(valid, message)  # no wait for the device
+        torch.ops.aten._assert_async.msg(valid, message)  # does not synchronise with the device
     elif not valid:
         raise ValueError(f"{message}; got {cu_seqlens.tolist()}")
 
 
 def parts_of_state(state: ShiftState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int | None]:
-    """`k_state`, `v_state`, `q_state` and `max_rows` of a `Call`."""
+    """Return `k_state`, `v_state`, `q_state` and `max_rows` of a `Call`; all None without a state."""
     if state is None:
         return None, None, None, None
     if not isinstance(state, ShiftState):
@@ -287,7 +289,7 @@ def _check_state(call: Call, sequences: int) -> None:
         return
     _check_rows("state.k", k, call.k, sequences, call.window())
     _check_rows("state.v", v, call.v, sequences, call.window())
-    # max_rows does not matter where no row is kept.
+    # max_rows is irrelevant if no row is kept.
     if k.shape[1] != v.shape[1] or (call.max_rows and k.shape[1] > call.max_rows):
         raise ValueError(
             f"state must hold equally many keys and values, at most max_rows; got {k.shape[1]} rows of keys and "

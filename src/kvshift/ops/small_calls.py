@@ -1,6 +1,6 @@
-"""Small calls with random numbers: their results by a backend, and how far these may lie from the exact ones.
+"""Small calls with random inputs: their results with a backend, and the errors allowed in them.
 
-`triton/self_test.py` makes some before "auto" first takes the kernels of a GPU, `kvshift doctor` all that it knows.
+`triton/self_test.py` makes a few before "auto" first uses the kernels of a GPU, and `kvshift doctor` makes more.
 
 Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
 """
@@ -21,14 +21,14 @@ HEADS, _QUERY_HEADS = 3, 5
 
 
 class Edge(NamedTuple):
-    """A call with random numbers; padding holds NaN.
+    """A call with random inputs, and NaN on padding.
 
     Attributes:
-        cu_seqlens, seq_idx, mask: as in `kv_shift`, as lists.
-        has_state: whether the sequences continue a state, of W + 1 rows.
+        cu_seqlens, seq_idx, mask: as in `kv_shift`, but as lists.
+        has_state: whether the sequences continue a state of W + 1 rows.
         strided: whether keys and values are every other position of a slice of a wider tensor.
-        has_zeros: whether the first head's coefficients are (1, 0, ...), with infinities in its keys and values.
-        inference: without gradients.
+        has_zeros: whether the first head has the coefficients (1, 0, ...), and infinities in its keys and values.
+        inference: whether to omit gradients.
     """
 
     batch: int = 2
@@ -43,10 +43,10 @@ class Edge(NamedTuple):
 
 
 def outcome(edge: Edge, kind: Kind, backend: str, *, exact: bool = False) -> dict[str, Tensor]:
-    """Every result of a call and, but for inference and a launch that rotates with a state, all gradients, by name.
+    """Return all results of a call by name, and all gradients, except in inference and for rotation with a state.
 
     Args:
-        exact: compute with the same numbers in float64.
+        exact: whether to compute with the same inputs in float64.
     """
     generator = torch.Generator().manual_seed(20)
     wide = torch.float64 if exact else None
@@ -67,7 +67,7 @@ def outcome(edge: Edge, kind: Kind, backend: str, *, exact: bool = False) -> dic
     bounds = {name: None if x is None else torch.tensor(x, device=kind.device) for name, x in bounds.items()}
     mask = bounds["mask"] = None if bounds["mask"] is None else bounds["mask"].bool()
     for x, coefficients in ((k, alpha), (v, beta)):
-        if mask is not None and window > 1:  # without a shift padding is a token like others
+        if mask is not None and window > 1:  # without a shift, padding is a token like any other
             x[~mask] = torch.nan
         if edge.has_zeros and coefficients is not None:
             coefficients[0] = torch.eye(1, window, device=kind.device)[0]
@@ -86,7 +86,7 @@ def outcome(edge: Edge, kind: Kind, backend: str, *, exact: bool = False) -> dic
         norms = nn.RMSNorm(k_size, 1e-6), nn.RMSNorm(k_size, 1e-6)
         for name, norm in zip("qk", norms, strict=True):
             leaves[f"gain of {name}"] = norm.weight = nn.Parameter(normal(k_size))
-    if edge.has_zeros:  # whose gradients are not finite
+    if edge.has_zeros:  # their gradients are not finite
         leaves |= {"alpha": None, "beta": None}
     leaves = {name: x for name, x in leaves.items() if x is not None}
     differentiable = not (edge.inference or (kind.rotated and state is not None))
@@ -111,12 +111,12 @@ def outcome(edge: Edge, kind: Kind, backend: str, *, exact: bool = False) -> dic
 
 
 def difference(results: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> str | None:
-    """The first result that is off, and by how much; None if all are right. An element may be off by
+    """Describe the first result that is wrong, and its error; None if all are right. The error allowed in an element is
 
         (2 eps(dtype of the result) + 1024 eps(dtype of the arithmetic)) max |exact|        max over the finite elements
 
-    A wrong row is off by about as much as the largest element. Right sums were off by 4 eps of the arithmetic at most,
-    but those for alpha before a norm by 66: their terms nearly cancel. Infinities must be the same.
+    The error of a wrong row is about as large as the largest element. Errors of right sums were at most 4 eps of the
+    arithmetic, except 66 eps for alpha before a norm, where terms nearly cancel. Infinities must be the same.
     """
     arithmetic = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     for name, expected in exact.items():
@@ -126,7 +126,7 @@ def difference(results: dict[str, Tensor], exact: dict[str, Tensor], dtype: torc
         largest = torch.where(expected.isfinite(), expected, 0).abs().max().item() if expected.numel() else 0.0
         allowed = (2 * torch.finfo(results[name].dtype).eps + 1024 * arithmetic) * largest
         error = torch.where(result == expected, 0, (result - expected).abs())
-        off = ~(error <= allowed)  # NaN too
+        off = ~(error <= allowed)  # true for NaN too
         if off.any():
             at = tuple(off.nonzero()[0].tolist())
             return (
@@ -137,7 +137,7 @@ def difference(results: dict[str, Tensor], exact: dict[str, Tensor], dtype: torc
 
 
 def _strided(x: Tensor) -> Tensor:
-    """The same numbers in memory of (B, G, 2 T, D + 3), whose other elements are NaN."""
+    """Return x as a view into a tensor (B, G, 2 T, D + 3) whose other elements are NaN."""
     batch, positions, heads, size = x.shape
     wide = x.new_full((batch, heads, 2 * positions, size + 3), torch.nan)
     return wide.transpose(1, 2)[:, ::2, :, 1 : size + 1].copy_(x)

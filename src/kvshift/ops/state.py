@@ -1,4 +1,4 @@
-"""What a shift remembers between two calls: the last raw keys and values.
+"""The state of a shift between two calls: the last raw keys and values.
 
 Shapes: S sequences, R rows of state (newest last), G KV heads, H query heads, D head size.
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class SequenceState:
-    """What is remembered of S sequences between two calls, in tensors with one row for each.
+    """The state of S sequences between two calls, in tensors with one row per sequence.
 
-    Every method returns a new state; none edits its tensors. Two states are equal if all their numbers are, of one
-    dtype and on one device.
+    Every method returns a new state and leaves the tensors of this one unmodified. Two states are equal if all their
+    tensors have equal values, the same dtype and the same device.
     """
 
     k: Tensor
@@ -28,18 +28,18 @@ class SequenceState:
             return NotImplemented
         return all(_is_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
 
-    __hash__ = None  # type: ignore[assignment]  # what is equal by its numbers, which may change, has no hash
+    __hash__ = None  # type: ignore[assignment]  # compared by values, which may change
 
     @property
     def sequences(self) -> int:
-        """S, the number of sequences."""
+        """Number of sequences, S."""
         return self.k.shape[0]
 
     def select(self, indices: Tensor | Sequence[int]) -> Self:
-        """Keep the given sequences, in that order; an index may be repeated.
+        """Return the state of the given sequences, in that order. An index may be repeated.
 
         Args:
-            indices: (n,) integers, or (S,) booleans. An empty list gives a state of no sequences.
+            indices: (n,) integers or (S,) booleans. An empty list gives a state of no sequences.
         """
         index = torch.as_tensor(indices, device=self.k.device)
         if index.ndim != 1:
@@ -52,7 +52,7 @@ class SequenceState:
         return self._map(lambda x: x.index_select(0, index))
 
     def reorder(self, beam_indices: Tensor | Sequence[int]) -> Self:
-        """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""
+        """Let row i continue row `beam_indices[i]`, (S,) integers, as in beam search."""
         order = torch.as_tensor(beam_indices, device=self.k.device)
         is_integer = order.dtype != torch.bool and not (order.is_floating_point() and order.numel())
         if order.shape != (self.sequences,) or not is_integer:
@@ -63,7 +63,7 @@ class SequenceState:
         return self.select(order)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or cast; takes what `Tensor.to` takes. Counts are moved, and stay integers."""
+        """Move or cast the state, with the arguments of `Tensor.to`. Integer tensors are moved but never cast."""
 
         def moved(x: Tensor) -> Tensor:
             y = x.to(*args, **kwargs)
@@ -75,11 +75,11 @@ class SequenceState:
         return self._map(torch.clone)
 
     def detach(self) -> Self:
-        """Cut the gradient, as between two chunks of truncated back-propagation through time."""
+        """Detach the state from the graph, as between two chunks of truncated back-propagation through time."""
         return self._map(torch.detach)
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """The state of what `fn` makes of each tensor, those of a state within included."""
+        """Apply `fn` to each tensor, including those of a nested state."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         mapped = {name: fn(part) for name, part in parts.items() if isinstance(part, Tensor)}
         mapped |= {name: part._map(fn) for name, part in parts.items() if isinstance(part, SequenceState)}
@@ -97,14 +97,14 @@ class ShiftState(SequenceState):
     """The last raw (unshifted, unrotated) keys and values of S sequences.
 
     They cannot be recovered from a cache of shifted and rotated keys. If you reorder, select, crop or reset such a
-    cache, do the same to this state.
+    cache, you must do the same to this state.
 
     Attributes:
         k: raw keys, (S, R, G, Dk), the newest row last. Rows from before a sequence began are zero.
         v: raw values, (S, R, G, Dv).
-        max_rows: how many rows to keep. A window of W needs W - 1; each further row lets `crop` take one more token
-            back. `crop` lowers R, and later calls of the operator fill it up to `max_rows` again. Calls with
-            boundaries or padding leave R as it is: how far each sequence grew is data, and no shape may depend on it.
+        max_rows: maximum number of rows to keep. A window of W needs W - 1; each additional row lets `crop` take one
+            more token back. `crop` lowers R, and later calls of the operator raise it again, up to `max_rows`. Calls
+            with boundaries or padding leave R unchanged, because shapes must not depend on the data.
         q: raw queries, (S, R, H, D), kept only by layers that shift queries too.
     """
 
@@ -125,7 +125,7 @@ class ShiftState(SequenceState):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> ShiftState:
-        """The state of `sequences` sequences that have not begun, with `rows` rows each.
+        """Return the state of `sequences` sequences that have not begun, with `rows` rows each.
 
         For a window of W and roll-backs of up to n tokens, use `rows = W - 1 + n`.
         """
@@ -137,19 +137,19 @@ class ShiftState(SequenceState):
 
     @property
     def rows(self) -> int:
-        """R, the rows of state held now; at most `max_rows`."""
+        """Current number of rows of state, R; at most `max_rows`."""
         return self.k.shape[1]
 
     def crop(self, tokens: int, *, window: int = 2) -> ShiftState:
-        """Forget the last `tokens` tokens of every sequence, as after rejected drafts.
+        """Remove the last `tokens` tokens of every sequence, for example after rejected drafts.
 
         Args:
-            tokens: how many to take back, 0 or more.
-            window: the W of the operator that continues from here; it needs W - 1 rows.
+            tokens: number of tokens to remove, 0 or more.
+            window: window W of the operator that continues from here; it needs W - 1 rows.
 
         Raises:
-            ValueError: a number is out of range, or the state is too short. Keep a longer one:
-                `max_rows = window - 1 + tokens`.
+            ValueError: a number is out of range, or the state has too few rows. A state with
+                `max_rows = window - 1 + tokens` has enough.
         """
         if tokens < 0:
             raise ValueError(f"tokens must be 0 or more, got {tokens}")
@@ -165,11 +165,11 @@ class ShiftState(SequenceState):
         return self._map(lambda x: x[:, :left].clone())
 
     def reset(self) -> ShiftState:
-        """The same S sequences, not begun."""
+        """Return the state of the same S sequences before their first token."""
         return self._map(lambda x: x.new_zeros(x.shape[0], self.max_rows, *x.shape[2:]))
 
     def split(self, sizes: int | Sequence[int] = 1) -> list[ShiftState]:
-        """Split the sequences into states of `sizes` sequences; the inverse of `stack`."""
+        """Split the state into states of `sizes` sequences each; the inverse of `stack`."""
         rows = torch.arange(self.sequences, device=self.k.device)
         return [self.select(part) for part in rows.split(sizes if isinstance(sizes, int) else list(sizes))]
 
@@ -196,5 +196,5 @@ class ShiftState(SequenceState):
         return ShiftState(k, v, first.max_rows, q)
 
 
-# A pytree, so that an exported program can take and return it.
+# A pytree, so that exported programs can take and return it.
 torch.export.register_dataclass(ShiftState)

@@ -1,13 +1,13 @@
 """The operator in PyTorch operations, on any device and with any strides, in two forms with the same bits.
 
-`shift_eager` works through the positions in blocks that stay in the CPU's cache, by an autograd function: one pass over
-memory forward, one backward, nothing kept for backward but the inputs, no temporary larger than a block. A compiler
-and a GPU are given the whole as one block.
+`shift_eager` is an autograd function that processes the positions in blocks that stay in the CPU's cache. It makes one
+pass over memory forward and one backward, saves only the inputs, and needs no temporary larger than a block. Compilers
+and GPUs get the whole input as one block.
 
-`shift_traceable` has no autograd function, no operation in place and no branch on data: tracers record it, `torch.func`
-transforms it, forward-mode AD differentiates it. It is slower and keeps more for backward.
+`shift_traceable` has no autograd function, no in-place operation and no branch on data, so that tracers can record it,
+`torch.func` can transform it, and forward-mode AD can differentiate it. It is slower and saves more for backward.
 
-Without boundaries a lag is a slice; with padding or documents it is a gather along a `ShiftPlan`.
+Without boundaries, a lag is a slice. With padding or documents, it is a gather along a `ShiftPlan`.
 
 Shapes: B batch, T positions, S sequences, R rows of state, Q rows of state per batch entry, H query heads, G KV heads,
 D head size, W window, n positions of a block.
@@ -28,37 +28,37 @@ from kvshift.ops.boundaries import ShiftPlan, plan_without_boundaries, readers_w
 from kvshift.ops.rope import rotate
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
-"""Mixes every token of x with those before it in its sequence.
+"""A function that mixes every token of x with the preceding tokens of its sequence.
 
     y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ... + coefficients[W-1] * x[t-W+1]
 
 Arguments: x (B, T, G, D); coefficients (G, W); state (S, R, G, D), the rows before each sequence, R >= W - 1; the plan,
-None where every row of x is one piece of one sequence, without padding. Returns y like x.
+or None if every row of x is one piece of one sequence, without padding. Returns y, of the shape and dtype of x.
 """
 
-# Elements of a block: large enough that calls cost little, small enough that its temporaries stay in the cache.
+# Elements per block: large enough that calls cost little, small enough that temporaries stay in the cache.
 _BLOCK = 2**19
 
 PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter)
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-_BATCHED = torch._C._parse_dispatch_key("Batched")  # what `is_grads_batched` hands to backward
+_BATCHED = torch._C._parse_dispatch_key("Batched")  # of the gradients that `is_grads_batched` passes to backward
 
 
 # Which of the two forms -----------------------------------------------------------------------------------------------
 
 
 def needs_traceable_ops(*gradients: Tensor, by_compiler: bool = False) -> bool:
-    """Whether this call is recorded or transformed operation by operation.
+    """Return True if the operations of this call are recorded or transformed one by one.
 
-    By transforms of `torch.func`, tracers (`make_fx`, fake tensors, `torch.jit.trace`) and forward-mode AD: they would
-    miss what a kernel writes or an autograd function computes. Modes that only count memory or operations are shown
-    what runs otherwise. torch.compile and torch.export trace in ways of their own; only a transform within them counts.
+    This is the case under transforms of `torch.func`, tracers (`make_fx`, fake tensors, `torch.jit.trace`) and
+    forward-mode AD, which would miss the work of a kernel or an autograd function. It is not the case under modes that
+    only count memory or operations, nor under torch.compile and torch.export, unless a transform is active within them.
 
     Args:
-        by_compiler: whether those two count as well.
-        gradients: in backward, those that came in. Then also counts whether backward is differentiated
-            (`create_graph=True`), and whether gradients come in batches (`is_grads_batched=True`).
+        by_compiler: whether torch.compile and torch.export count as well.
+        gradients: the incoming gradients, in backward. Given these, the result is also True if backward is
+            differentiated (`create_graph=True`) or if the gradients are batched (`is_grads_batched=True`).
     """
     if torch._C._are_functorch_transforms_active():
         return True
@@ -74,7 +74,7 @@ def needs_traceable_ops(*gradients: Tensor, by_compiler: bool = False) -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces. (`torch.compiler.is_exporting` says so of torch.compile too in 2.10 and 2.11.)"""
+    """Return True under torch.export. (In 2.10 and 2.11, `torch.compiler.is_exporting` includes torch.compile.)"""
     return torch.compiler._is_exporting_flag
 
 
@@ -91,7 +91,7 @@ def shift_traceable(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftP
 
 
 def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
-    """The sum of the lags, in the dtype of the arithmetic; `sources` as in a `ShiftPlan`, None without boundaries."""
+    """Sum the lags in the dtype of the arithmetic; `sources` as in a `ShiftPlan`, None without boundaries."""
     batch, length = x.shape[:2]
     dtype = compute_dtype(x)
     weights = coefficients.to(dtype).unsqueeze(2).unbind(1)
@@ -108,22 +108,22 @@ def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor
 
 
 def _traceable_add(total: Tensor | None, term: Tensor, weight: Tensor) -> Tensor:
-    """total + weight * term; where weight is zero, every bit of total, whatever the term.
+    """Return total + weight * term; where weight is zero, exactly total, whatever the term.
 
-    The derivative by the weight is the term there too: a `where` by itself would cut it, and an infinity in the branch
-    that is not taken would make it NaN.
+    The derivative with respect to a zero weight is still the term. A plain `where` would cut it, and an infinity in the
+    branch that is not taken would make it NaN.
     """
     zero = weight == 0
     term = torch.where(zero & ~term.isfinite(), 0, term)
     product = weight * term
-    nothing = product.detach() - product  # is 0, and has the derivative
+    nothing = product.detach() - product  # zero, with the derivative
     if total is None:
         return torch.where(zero, 0 - nothing, product)
     return torch.where(zero, total - nothing, torch.addcmul(total, term, weight))
 
 
 def shift_norm_rope_traceable(x: Call) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Shift, QK-norm and rotation, as `kvshift.ops.triton.launch.shift` does them."""
+    """Shift, normalise and rotate q, k and v, as `kvshift.ops.triton.launch.shift` does."""
 
     def shifted(y: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Tensor:
         if coefficients is None:
@@ -147,7 +147,7 @@ def shift_norm_rope_traceable(x: Call) -> tuple[Tensor | None, Tensor, Tensor | 
 def gradients_of_shift(
     x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, grad_y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of x, coefficients and state, in a backward pass that is differentiated or traced."""
+    """Return the gradients of x, coefficients and state, in a backward pass that is differentiated or traced."""
 
     def forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
         return weighted_sum(x, coefficients, state, sources).to(x.dtype)
@@ -158,12 +158,12 @@ def gradients_of_shift(
 def gradients_of_state(
     grad_y: Tensor, coefficients: Tensor, state: Tensor, readers: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Of the state, and its rows' share of those of the coefficients.
+    """Return the gradient of the state, and the contribution of its rows to the gradient of the coefficients.
 
     Args:
-        readers: as in a `ShiftPlan`.
+        readers: as in a `ShiftPlan`; None without boundaries.
     """
-    if grad_y.shape[0] * grad_y.shape[1] == 0:  # no token that reads any
+    if grad_y.shape[0] * grad_y.shape[1] == 0:  # no token reads the state
         return torch.zeros_like(state), torch.zeros_like(coefficients)
     state_BQGD, dtype = by_batch(state, grad_y), coefficients.dtype
     slots, lags = state_BQGD.shape[1], range(coefficients.shape[1])
@@ -172,13 +172,13 @@ def gradients_of_state(
     read = [pick(grad_y, readers[:, :slots, lag]).to(dtype) for lag in lags]
     weights = coefficients.unsqueeze(2).unbind(1)
     grad_state = torch.stack([torch.where(w == 0, 0, g * w) for g, w in zip(read, weights, strict=True)]).sum(0)
-    is_read = readers[:, :slots].amax(2)[..., None, None] >= 0  # others may hold anything
+    is_read = readers[:, :slots].amax(2)[..., None, None] >= 0  # other rows may contain anything
     share = torch.stack([(g * torch.where(is_read, state_BQGD, 0)).sum((0, 1, 3)) for g in read], dim=1)
     return grad_state.to(state.dtype).reshape(state.shape), share
 
 
 def gradients(function: Callable[..., Any], inputs: Sequence[Tensor | None], grads: Any) -> list[Tensor | None]:
-    """Of `function` at its inputs, from those of its results; None for those that are None."""
+    """Return the gradients of the inputs of `function`, given those of its results; None for inputs that are None."""
 
     def of_tensors(*tensors: Tensor) -> Any:
         left = iter(tensors)
@@ -193,11 +193,11 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Tensor | None], gra
 
 
 def state_after(x: Tensor, state: Tensor, plan: ShiftPlan | None, max_rows: int) -> Tensor:
-    """The last rows of each sequence, state included, in memory of their own.
+    """Return a copy of the last rows of each sequence, state included.
 
     Args:
-        x, state: one of the inputs of `shift_eager` and its state; plan: as there.
-        max_rows: how many to return at most; with a plan it is always R.
+        x, state, plan: as in `shift_eager`.
+        max_rows: maximum number of rows to return; with a plan, R rows are returned.
     """
     if plan is None:
         return _newest(x, state, max_rows)
@@ -207,12 +207,12 @@ def state_after(x: Tensor, state: Tensor, plan: ShiftPlan | None, max_rows: int)
 
 
 def _newest(x: Tensor, state: Tensor, rows: int) -> Tensor:
-    """The last rows of state and x together, in memory of their own.
+    """Return a copy of the last rows of state and x together.
 
-    A view would keep all of x alive, and follow when the caller fills the same x with the next token.
+    A view would keep all of x alive, and would change if the caller wrote the next token into the same x.
     """
     length, held = x.shape[1], state.shape[1]
-    if torch.compiler.is_compiling() and held == rows:  # one program, however many of the rows are new
+    if torch.compiler.is_compiling() and held == rows:  # one program for any number of new rows
         t = torch.arange(length - rows, length, device=x.device)
         before = state[:, (t + held).clamp(max=held - 1)]
         return torch.where((t >= 0)[:, None, None], x[:, t.clamp(min=0)], before)
@@ -222,20 +222,20 @@ def _newest(x: Tensor, state: Tensor, rows: int) -> Tensor:
 
 
 def by_batch(state: Tensor, x: Tensor) -> Tensor:
-    """(S, R, ...) as (B, Q, ...): the sequences of a pack one after another, those of batch entries as they are."""
+    """Reshape state (S, R, ...) to (B, Q, ...), with the sequences of a pack one after another."""
     return state.reshape(x.shape[0], state.shape[0] // x.shape[0] * state.shape[1], *state.shape[2:])
 
 
 def rows_at(x: Tensor, state_BQGD: Tensor, index: Tensor) -> Tensor:
-    """The rows that a `ShiftPlan` names so: (B, n, G, D)."""
+    """Return the rows of x or of the state that `index`, from a `ShiftPlan`, refers to: (B, n, G, D)."""
     in_state = torch.where(index < 0, index.long() + state_BQGD.shape[1], -1)
     return torch.where(index[..., None, None] >= 0, pick(x, index), pick(state_BQGD, in_state))
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
-    """x[b, index[b, i]], and zero where index is negative; whatever stands in x elsewhere, NaN too, cannot matter."""
+    """Return x[b, index[b, i]], or zero where index is negative. Rows that are not read, even NaN, have no effect."""
     batch = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    return torch.where(index[..., None, None] >= 0, x[batch, index.long().clamp(min=0)], 0)  # ONNX: 64 bits
+    return torch.where(index[..., None, None] >= 0, x[batch, index.long().clamp(min=0)], 0)  # ONNX needs 64 bits
 
 
 # The blocked form -----------------------------------------------------------------------------------------------------
@@ -245,15 +245,16 @@ def differentiable(
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> Shift:
-    """A `Shift` whose gradients autograd does not derive.
+    """Make a `Shift` from a forward and a backward function.
 
     Args:
-        forward: y, of x, coefficients, state and the sources of the plan, or None.
-        backward: the gradients of x, coefficients and state; of that of y, those four, and the readers of the plan.
+        forward: computes y from x, coefficients, state and the sources of the plan (or None).
+        backward: computes the gradients of x, coefficients and state from the gradient of y, the arguments of
+            `forward`, and the readers of the plan (or None).
     """
 
     class Function(torch.autograd.Function):
-        # With a `setup_context` PyTorch would inspect the signature in every call: longer than a small tensor takes.
+        # With a `setup_context`, PyTorch inspects the signature in every call, which takes longer than a small tensor.
         @staticmethod
         def forward(
             ctx: Any, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
@@ -279,9 +280,9 @@ def differentiable(
 
 def shift_eager(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
     """See `Shift`."""
-    if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
+    if x.shape[0] * x.shape[1] == 0:  # no token to look up or sum over
         return _cast(_weighted_sum([(0, _ALL, x)], _lags(coefficients, x)), x)
-    if plan is None and torch.compiler.is_compiling():  # which computes the row numbers where it reads the rows
+    if plan is None and torch.compiler.is_compiling():  # the compiler fuses it with the reads
         plan = plan_without_boundaries(x.shape[1], coefficients.shape[1], state.shape[1], x.device)
     return _shift_in_blocks(x, coefficients, state, plan)
 
@@ -301,7 +302,7 @@ def _backward(
     lags, slots = _lags(coefficients, x), by_batch(state, x).shape[1]
     dtype = lags[0].weight.dtype
     partial_sums: list[list[Tensor]] = [[] for _ in lags]  # (G, D), of each block
-    products = torch.empty(0, dtype=dtype, device=x.device)  # one buffer for all blocks: new pages cost more
+    products = torch.empty(0, dtype=dtype, device=x.device)  # one buffer for all blocks, as new pages cost more
 
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
         gradients = list(_gradients_read(grad_y, sources, readers, slots, start, end, lags))
@@ -311,14 +312,14 @@ def _backward(
                 product = torch.mul(g[:, span], _cast(rows, g), out=products.resize_(rows.shape))
             else:
                 product = g * rows
-            if torch.compiler.is_compiling():  # a sum that it fuses with the gradient of x, which reads the same rows
+            if torch.compiler.is_compiling():  # fuses with the gradient of x, which reads the same rows
                 product = product.sum(3, keepdim=True)
             partial_sums[lag].append(product.sum((0, 1)))
         return _weighted_sum(gradients, lags, out)
 
     grad_x = _in_blocks(x, block, dtype)
     grad_coefficients = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
-    # Rows of state are read like positions before the first, by no lag of 0; without boundaries the newest alone.
+    # Rows of state are read like positions before the first, but never by lag 0; without boundaries, only the newest.
     if readers is None:
         readers = readers_without_boundaries(1 - len(lags), 0, x.shape[1], len(lags), x.device)
     by_lag = readers[:, :slots].unbind(2)
@@ -331,11 +332,11 @@ _shift_in_blocks = differentiable(_forward, _backward)
 
 _ALL = slice(None)
 Terms = Iterable[tuple[int, slice, Tensor]]
-"""Of a weighted sum: the lag, the positions of the block to which it adds something, and what its weight multiplies."""
+"""Terms of a weighted sum: the lag, the positions of the block that it contributes to, and the rows to be weighted."""
 
 
 def _rows_read(x: Tensor, state: Tensor, sources: Tensor | None, start: int, end: int, lags: list[_Lag]) -> Terms:
-    """The rows that the positions start .. end - 1 read. First comes lag 0, of all of them."""
+    """Yield the rows that positions start .. end - 1 read. Lag 0 comes first and covers all of these positions."""
     if sources is not None:
         state_BQGD, of_block = by_batch(state, x), sources[:, start:end]
         yield 0, _ALL, torch.where(of_block[:, :, 0, None, None] >= 0, x[:, start:end], 0)
@@ -345,7 +346,7 @@ def _rows_read(x: Tensor, state: Tensor, sources: Tensor | None, start: int, end
     first = max(0, start - len(lags) + 1)
     window, rows = _cast(x[:, first:end], lags[0].weight), state.shape[1]
     for lag in range(len(lags)):
-        own = max(start, lag)  # positions before this one read state
+        own = max(start, lag)  # positions before this one read the state
         if start < lag:
             stop = min(end, lag)
             yield lag, slice(0, stop - start), state[:, rows - lag + start : rows - lag + stop]
@@ -362,32 +363,32 @@ def _gradients_read(
     end: int,
     lags: list[_Lag],
 ) -> Terms:
-    """The gradients of the positions that read the rows start .. end - 1. First comes lag 0, of all of them."""
+    """Yield the gradients of the positions that read rows start .. end - 1. Lag 0 comes first and covers all rows."""
     if sources is not None and readers is not None:
         real = sources[:, start:end, 0, None, None] >= 0
         yield 0, _ALL, _cast(torch.where(real, grad_y[:, start:end], 0), lags[0].weight)
         for lag in range(1, len(lags)):
             yield lag, _ALL, pick(grad_y, readers[:, slots + start : slots + end, lag])
         return
-    window = _cast(grad_y[:, start : end + len(lags) - 1], lags[0].weight)  # behind the last position is nothing
+    window = _cast(grad_y[:, start : end + len(lags) - 1], lags[0].weight)  # nothing follows the last position
     for lag in range(len(lags)):
         later = window[:, lag : lag + end - start]
         yield lag, slice(0, later.shape[1]), later
 
 
 class _Lag(NamedTuple):
-    """The coefficients of one lag; a head whose coefficient is zero reads nothing there: no infinity becomes NaN."""
+    """The coefficients of one lag. A head with a zero coefficient reads nothing, so no infinity becomes NaN."""
 
     weight: Tensor
-    """In the dtype of the arithmetic; broadcasts against (G, D)."""
+    """The coefficients in the dtype of the arithmetic, in a shape that broadcasts with (G, D)."""
     zero: Tensor | None
-    """(G, 1), the heads where it is zero; None if there are none."""
+    """Mask of the heads whose coefficient is zero, (G, 1); None if there are none."""
 
 
 def _lags(coefficients_GW: Tensor, x: Tensor) -> list[_Lag]:
-    """All W of them. On a CPU one may look whether any coefficient is zero; elsewhere that would wait for the device.
+    """Return all W lags. Only on a CPU are the coefficients searched for zeros; elsewhere this would synchronise.
 
-    For long inputs weights are spread over D in memory: a multiplication then runs over G * D elements at a stretch.
+    For long inputs, the weights are expanded over D in memory, so that multiplications run over G * D elements at once.
     """
     dtype = compute_dtype(x)
     coefficients_GW1 = (coefficients_GW if coefficients_GW.dtype == dtype else coefficients_GW.to(dtype)).unsqueeze(2)
@@ -400,7 +401,7 @@ def _lags(coefficients_GW: Tensor, x: Tensor) -> list[_Lag]:
 
 
 def _weighted_sum(terms: Terms, lags: list[_Lag], out: Tensor | None = None) -> Tensor:
-    """The sum of the terms times their weights in the dtype of the weights, in `out` where one is given."""
+    """Return the weighted sum of the terms in the dtype of the weights, written to `out` if given."""
     compiling, total = torch.compiler.is_compiling(), None
     for lag, span, rows in terms:
         weight, zero = lags[lag]
@@ -410,8 +411,8 @@ def _weighted_sum(terms: Terms, lags: list[_Lag], out: Tensor | None = None) -> 
             if zero is not None:
                 total = total.masked_fill(zero, 0) if compiling else total.masked_fill_(zero, 0)
         elif compiling:
-            # Nothing in place, and no `to` that does nothing: torch.compile of 2.11 gets the gradients of an autograd
-            # function wrong whose output is a tensor that its forward had before.
+            # No in-place operation, and no `to` that does nothing: torch.compile of 2.11 computes wrong gradients for
+            # an autograd function whose output is a tensor that existed earlier in its forward.
             total = torch.where(cast(Tensor, zero), total, torch.addcmul(total, term, weight))
         elif zero is None:
             total[:, span].addcmul_(term, weight)
@@ -422,17 +423,17 @@ def _weighted_sum(terms: Terms, lags: list[_Lag], out: Tensor | None = None) -> 
 
 
 def _cast(x: Tensor, like: Tensor) -> Tensor:
-    # `to` is a call even where it does nothing; what it matters for in 2.11, `_weighted_sum` says.
+    # `to` costs a call even if it does nothing; `_weighted_sum` explains why it must be avoided in 2.11.
     return x if x.dtype == like.dtype else x.to(like.dtype)
 
 
 def _in_blocks(x: Tensor, block: Callable[[int, int, Tensor | None], Tensor], dtype: torch.dtype) -> Tensor:
-    """Fill a tensor like x with what `block(start, end, out)` computes in `dtype`; rounded once to that of x.
+    """Return a tensor like x, computed by `block(start, end, out)` in `dtype` and rounded once to the dtype of x.
 
-    A compiler and a GPU are given the whole at once.
+    Compilers and GPUs get the whole input as one block.
     """
     batch, length, heads, size = x.shape
-    # Asked in this order, a compiler makes no assumption about the length.
+    # In this order, a compiler makes no assumption about the length.
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return _cast(block(0, length, None), x)
     step = max(1, _BLOCK // max(1, batch * heads * size))

@@ -3,14 +3,14 @@
     lens = bridge(model)
     logits, cache = lens.run_with_cache(ids)
 
-Embeddings, norms and MLPs have the hooks of TransformerLens's own adapter of the family. Attention is computed by the
+Embeddings, norms and MLPs have the hooks of TransformerLens's own adapter for the family. Attention is computed by the
 model itself, with these hooks:
 
-    blocks.L.attn.hook_q, hook_k, hook_v     (B, T, H or G, D) as projected: the raw keys and values
+    blocks.L.attn.hook_q, hook_k, hook_v     (B, T, H or G, D) raw queries, keys and values, as projected
     blocks.L.attn.shift.hook_q               (B, T, H, D) after the shift
     blocks.L.attn.shift.hook_k, hook_v       (B, T, G, D) shifted, before QK-norm and rotary embedding
-    blocks.L.attn.hook_pattern               (B, H, T, T) probabilities over the shifted keys; to read, not to change
-    blocks.L.attn.hook_z                     (B, T, H, D) what each head moves
+    blocks.L.attn.hook_pattern               (B, H, T, T) probabilities over the shifted keys; read-only
+    blocks.L.attn.hook_z                     (B, T, H, D) output of each head, before the output projection
 
 Shapes: B batch, T positions, H query heads, G KV heads, D head size.
 """
@@ -41,7 +41,7 @@ from kvshift.ops.rope import Rotary
 
 
 class ShiftBridge(GeneralizedComponent):
-    """A `KVShift` with hooks on what it returns, before QK-norm and rotary embedding."""
+    """A `KVShift` with hooks on its outputs, before QK-norm and rotary embedding."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -49,7 +49,7 @@ class ShiftBridge(GeneralizedComponent):
 
     @property
     def targets(self) -> Any:
-        """Of the shift; attention reads them."""
+        """Targets of the shift, which the attention reads."""
         return self.original_component.targets
 
     def forward(
@@ -62,7 +62,7 @@ class ShiftBridge(GeneralizedComponent):
         norms: Norms | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """As `KVShift.forward`."""
+        """Compute the same as `KVShift.forward`, and call the hooks before QK-norm and rotary embedding."""
         q, k, v, state = self.original_component(q, k, v, **options)
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
         q_done, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms)
@@ -70,7 +70,7 @@ class ShiftBridge(GeneralizedComponent):
 
 
 class ShiftedAdapter(ArchitectureAdapter):
-    """Put before the adapter of a family, whose attention it replaces by one that the model computes itself."""
+    """A mixin for the adapter of a family, to let the model compute attention itself."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
@@ -87,19 +87,19 @@ class ShiftedAdapter(ArchitectureAdapter):
 
 
 class KVShiftLlamaAdapter(ShiftedAdapter, LlamaArchitectureAdapter):
-    """Llama, with the shift."""
+    """Adapter for Llama with KV shift."""
 
 
 class KVShiftMistralAdapter(ShiftedAdapter, MistralArchitectureAdapter):
-    """Mistral, with the shift."""
+    """Adapter for Mistral with KV shift."""
 
 
 class KVShiftQwen2Adapter(ShiftedAdapter, Qwen2ArchitectureAdapter):
-    """Qwen2, with the shift."""
+    """Adapter for Qwen2 with KV shift."""
 
 
 class KVShiftQwen3Adapter(ShiftedAdapter, Qwen3ArchitectureAdapter):
-    """Qwen3, with the shift."""
+    """Adapter for Qwen3 with KV shift."""
 
 
 ADAPTERS: dict[str, type[ShiftedAdapter]] = {
@@ -108,18 +108,18 @@ ADAPTERS: dict[str, type[ShiftedAdapter]] = {
     "KVShiftQwen2ForCausalLM": KVShiftQwen2Adapter,
     "KVShiftQwen3ForCausalLM": KVShiftQwen3Adapter,
 }
-"""By the class of the model."""
+"""Adapters by name of the model's class."""
 
 
 def bridge(model: Any, tokenizer: Any = None) -> TransformerBridge:
-    """A TransformerBridge around a loaded model with KV shift, which is changed in place.
+    """Return a TransformerBridge around a loaded model with KV shift. The model is changed in place.
 
     Args:
-        model: of a class in `ADAPTERS`; its attention becomes "eager", which alone returns probabilities.
-        tokenizer: for texts in place of token ids.
+        model: a model of a class in `ADAPTERS`. Its attention is set to "eager", the only one to return probabilities.
+        tokenizer: tokenizer for inputs that are texts instead of token ids.
 
     Raises:
-        TypeError: the model is of another class.
+        TypeError: the class of the model is not in `ADAPTERS`.
     """
     name = type(model).__name__
     if name not in ADAPTERS:

@@ -2,5 +2,6 @@
 
     torchrun ... -m torchtitan.train --module kvshift.integrations.titan --config llama3_debugmodel
 
-The configurations are in `config_registry.py`. `with_kv_shift` makes others, of any Llama 3 or Qwen 3 of torchtitan.
+The configurations are in `config_registry.py`. `with_kv_shift` creates others from any of torchtitan's for Llama 3 or
+dense Qwen 3.
 """

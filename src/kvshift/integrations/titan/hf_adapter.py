@@ -1,4 +1,4 @@
-"""Checkpoints of torchtitan in the Hugging Face layout of this package, and back."""
+"""Conversion of torchtitan checkpoints to the Hugging Face layout of this package, and back."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _TITAN, _HUGGING_FACE = ".attention.shift.", ".self_attn.shift."
 
 
 def with_coefficients(stock: type[StateDictAdapter]) -> type[StateDictAdapter]:
-    """An adapter like `stock` that keeps the coefficients too.
+    """Return a subclass of the adapter `stock` that converts the coefficients too.
 
     layers.I.attention.shift.alpha, (W, N)  <->  model.layers.I.self_attn.shift.alpha, (N, W)
     """
 
     class ShiftStateDictAdapter(stock):
-        """torchtitan's, and the coefficients."""
+        """torchtitan's adapter, extended to the coefficients."""
 
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-            """The state dict of `kvshift.models`."""
+            """Convert a state dict of torchtitan's model to one of `kvshift.models`."""
             coefficients = {name: x for name, x in state_dict.items() if _TITAN in name}
             converted = super().to_hf({name: x for name, x in state_dict.items() if name not in coefficients})
             for name, x in coefficients.items():
@@ -27,7 +27,7 @@ def with_coefficients(stock: type[StateDictAdapter]) -> type[StateDictAdapter]:
             return converted
 
         def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-            """The state dict of torchtitan's model."""
+            """Convert a state dict of `kvshift.models` to one of torchtitan's model."""
             coefficients = {name: x for name, x in hf_state_dict.items() if _HUGGING_FACE in name}
             rest = {name: x for name, x in hf_state_dict.items() if name not in coefficients}
             converted = super().from_hf(rest)

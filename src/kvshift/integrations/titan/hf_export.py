@@ -1,4 +1,4 @@
-r"""A checkpoint of torchtitan as a folder of transformers, for `kvshift generate`, `eval` and `serve`.
+r"""Export of a torchtitan checkpoint to a transformers model folder, for `kvshift generate`, `eval` and `serve`.
 
 python -m kvshift.integrations.titan.hf_export --config paper_1_5b --checkpoint outputs/checkpoint/step-1000 --out model
 """
@@ -18,21 +18,21 @@ from torchtitan.trainer import Trainer
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from kvshift.models import llama, retrofit  # noqa: F401  # which make their configurations known
+from kvshift.models import llama, retrofit  # noqa: F401  # imported to register their configurations
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit.families import QWEN3
 
 
 def export_checkpoint(config: Trainer.Config, checkpoint: str | Path, out: str | Path) -> PreTrainedModel:
-    """Write the model of a checkpoint, which any number of processes may have saved, in float32.
+    """Write the model of a checkpoint in float32. Any number of processes may have saved the checkpoint.
 
     Args:
-        config: made by `with_kv_shift`: that of the run.
-        checkpoint: a folder "step-N" of DCP.
-        out: the new folder. (The tokenizer is to be copied beside.)
+        config: the configuration of the run, made by `with_kv_shift`.
+        checkpoint: a folder "step-N" of torch.distributed.checkpoint.
+        out: the new folder. (The tokenizer is not copied into it.)
 
     Returns:
-        The model that was written.
+        The exported model, loaded from `out`.
 
     Raises:
         ValueError: the checkpoint does not have the weights of this model.
@@ -55,7 +55,7 @@ def export_checkpoint(config: Trainer.Config, checkpoint: str | Path, out: str |
 
 
 def hf_config(config: Trainer.Config) -> Any:
-    """The configuration of the same model in transformers: `kvshift_llama` or `kvshift_qwen3`."""
+    """Return the configuration of the same model in transformers, of type `kvshift_llama` or `kvshift_qwen3`."""
     model: Any = config.model_spec.model  # type: ignore[union-attr]
     layer = model.layers[0]
     attention = layer.attention
@@ -92,7 +92,7 @@ def _rope_parameters(rope: RoPE.Config) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Export a checkpoint, with options from the command line."""
     parser = argparse.ArgumentParser(description="Convert a checkpoint of torchtitan to a folder of transformers.")
     parser.add_argument("--module", default="kvshift.integrations.titan", help="--module of torchtitan")
     parser.add_argument("--config", required=True, help="--config of torchtitan")

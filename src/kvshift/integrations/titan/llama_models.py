@@ -1,4 +1,4 @@
-"""Llama 3 of torchtitan in sizes that are given by the fields of `KVShiftLlamaConfig`, such as the paper's."""
+"""torchtitan's Llama 3 in sizes given by the fields of `KVShiftLlamaConfig`, such as the paper's."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def llama_model(
     rms_norm_eps: float,
     rope_theta: float,
 ) -> Llama3Model.Config:
-    """torchtitan's configuration of a Llama, untied and without biases, as yet without shift: see `with_kv_shift`.
+    """Return torchtitan's configuration of a Llama, untied and without biases. `with_kv_shift` adds the shift.
 
-    Weights start as in `KVShiftLlamaForCausalLM`: normal, with a standard deviation of 0.02.
+    Weights are initialised as in `KVShiftLlamaForCausalLM`: normal, with a standard deviation of 0.02.
     """
     normal = {"weight": partial(nn.init.normal_, std=0.02)}
 
@@ -69,7 +69,7 @@ def llama_model(
 
 
 def paper_model(size: str) -> Llama3Model.Config:
-    """A model of Table 16.
+    """Return the configuration, still without shift, of a model of Table 16.
 
     Args:
         size: "1.5B", "2.9B", "6.7B", "13B" or "19B".

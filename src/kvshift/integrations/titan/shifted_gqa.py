@@ -1,4 +1,4 @@
-"""torchtitan's grouped-query attention with a shift of keys and values, under its parallelisms.
+"""torchtitan's grouped-query attention with a shift of keys and values, for all its kinds of parallelism.
 
 Shapes: B batch, L tokens, N heads, H head size, W window.
 """
@@ -29,20 +29,20 @@ from kvshift.ops.attention_inputs import shift_norm_rope
 
 
 class TitanShift(Module):
-    """The coefficients, and the shift of raw keys and values (and queries) with them: `kvshift.KVShift` for torchtitan.
+    """`kvshift.KVShift` for torchtitan: the coefficients, and the shift of raw keys, values and queries.
 
-    Coefficients are (W, N), transposed to those of `KVShift`: tensor parallelism shards their last dimension and FSDP
-    the first. (With heads first, both would shard the first one, and torch 2.13 cannot distribute few heads so.)
+    Coefficients are (W, N), the transpose of those in `KVShift`: tensor parallelism shards their last dimension, FSDP
+    the first. (With heads first, both would shard the first one, and torch 2.13 cannot distribute few heads that way.)
 
     Attributes:
-        alpha, beta, gamma: (W, N) parameters of keys, values and queries, those of `options.targets`; (1, N) with
-            "gate".
-        group, layout: how sequences are divided by context parallelism; a group of None: not divided.
+        alpha, beta, gamma: (W, N) parameters for keys, values and queries, as far as they are in `options.targets`;
+            (1, N) with the constraint "gate".
+        group, layout: process group of context parallelism (None without it), and how it divides sequences.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Numbers of heads, and what is shifted."""
+        """Numbers of heads, and the options of the shift."""
 
         n_heads: int
         n_kv_heads: int
@@ -59,14 +59,14 @@ class TitanShift(Module):
         self.layout: Layout = "contiguous"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Shift the targets.
+        """Shift the targets and return the others unchanged.
 
         Args:
-            q, k, v: (B, L, N, H), this rank's heads and tokens; DTensors where torchtitan has them.
-            positions: (B, L) or (1, L), from 0 in each document; None: each row is one document.
+            q, k, v: (B, L, N, H), this rank's heads and tokens; DTensors where torchtitan uses them.
+            positions: (B, L) or (1, L), counted from 0 in each document; None: each row is one document.
 
         Returns:
-            q, k, v; what is no target comes back as it is.
+            q, k and v.
         """
         parameters = {target: _local(getattr(self, COEFFICIENT_NAMES[target]), k) for target in self.options.targets}
         if not isinstance(k, DTensor):
@@ -95,7 +95,7 @@ class TitanShift(Module):
 
 
 def _local(parameter: Tensor, activation: Tensor) -> Tensor:
-    """This rank's heads of a parameter. Where ranks see different tokens, each has a part of the gradient."""
+    """Return this rank's heads of a parameter. If ranks see different tokens, each has a partial gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
     if not isinstance(activation, DTensor):
@@ -114,7 +114,7 @@ class ShiftedGQAttention(GQAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
-        """That of `GQAttention`, and the shift."""
+        """The configuration of `GQAttention`, and that of the shift."""
 
         shift: TitanShift.Config
 
@@ -123,13 +123,13 @@ class ShiftedGQAttention(GQAttention):
         self.shift = config.shift.build()
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Refuse context parallelism of which the shift has not been told."""
+        """Parallelise as `GQAttention` does. Context parallelism requires that the shift has its process group."""
         if parallel_dims.cp_enabled and self.shift.group is None:
             raise NotImplementedError("context parallelism with KV shift needs a configuration made by with_kv_shift")
         super().parallelize(parallel_dims)
 
     def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
-        """As `GQAttention.forward` of torchtitan 0.3.0, with one line more."""
+        """Compute attention as `GQAttention.forward` of torchtitan 0.3.0, with one additional line for the shift."""
         q, k, v = self.qkv_linear(x_BLD)
         q, k, v = self.shift(q, k, v, positions)
         if self.q_norm is not None and self.k_norm is not None:
@@ -142,10 +142,10 @@ class ShiftedGQAttention(GQAttention):
 
 
 def shifted_attention(config: GQAttention.Config, options: ShiftOptions) -> ShiftedGQAttention.Config:
-    """The configuration of this attention with a shift.
+    """Return the configuration of this attention with a shift.
 
     Raises:
-        ValueError: it has one already, or is of another class than GQAttention.
+        ValueError: the attention already has a shift, or is not a `GQAttention`.
     """
     if type(config) is not GQAttention.Config:
         raise ValueError(f"attention must be a GQAttention.Config of torchtitan, got {type(config).__qualname__}")
@@ -162,7 +162,7 @@ def shifted_attention(config: GQAttention.Config, options: ShiftOptions) -> Shif
 
 
 def _draw(parameter: Tensor, *, options: ShiftOptions) -> None:
-    """Start values. All ranks draw those of all heads and keep their part: they do not depend on the mesh."""
+    """Initialise a parameter. Each rank draws all heads and keeps its part, so values do not depend on the mesh."""
     one = dataclasses.replace(options, targets=("k",))
     (whole,) = KVShift(parameter.shape[1], one, device=parameter.device).parameters()
     drawn = whole.detach().t().contiguous().to(parameter.dtype)
@@ -173,6 +173,6 @@ def _draw(parameter: Tensor, *, options: ShiftOptions) -> None:
 
 
 def shifts_of(model_parts: Sequence[nn.Module] | nn.Module) -> list[TitanShift]:
-    """The shifts of a model, or of the parts that a rank of a pipeline has."""
+    """Return the shifts of a model, or of the model parts on one rank of a pipeline."""
     parts = [model_parts] if isinstance(model_parts, nn.Module) else model_parts
     return [module for part in parts for module in part.modules() if isinstance(module, TitanShift)]

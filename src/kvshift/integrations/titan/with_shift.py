@@ -1,4 +1,4 @@
-"""A configuration of torchtitan's trainer with KV shift: model, parallelism and checkpoints."""
+"""KV shift in a configuration of torchtitan's trainer: model, parallelism and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _LAYOUTS: dict[str | None, Layout] = {None: "contiguous", "headtail": "headtail"
 
 
 def with_kv_shift(config: Trainer.Config, options: ShiftOptions = ShiftOptions()) -> Trainer.Config:
-    """Change a configuration of Llama 3 or dense Qwen 3, so that every attention shifts.
+    """Add a shift to every attention in a configuration of Llama 3 or dense Qwen 3, in place.
 
-    Coefficients are left out of weight decay, which would pull that of the current token to 0, and with
-    `constraint="clamp"` they are brought back into [0, 1] after each step of the optimizer.
+    Coefficients are excluded from weight decay, which would pull that of the current token to 0, and with
+    `constraint="clamp"` they are clamped to [0, 1] after each step of the optimizer.
 
-    It also changes what a swap of the attention by `--override.imports` could not: how the model is parallelised (the
-    shift is told of context parallelism) and its state-dict adapter (torchtitan's own would leave the coefficients
-    out). A configuration registry of one's own needs no more than
+    Replacing the attention with `--override.imports` would not be enough: the optimizer is changed as above, the shift
+    needs the process group of context parallelism, and torchtitan's own state-dict adapter would drop the
+    coefficients. Your own configuration registry only needs
 
         def my_model():
             return with_kv_shift(llama3_8b(), ShiftOptions(window=3))
 
     Args:
-        config: one of torchtitan's, not yet built; it is changed.
-        options: what is shifted, and how.
+        config: a configuration of torchtitan, not yet built; it is changed.
+        options: what to shift, and how.
 
     Returns:
         The same configuration.
 
     Raises:
-        ValueError: the model is another one, or has a shift already.
+        ValueError: the model is not a Llama 3 or Qwen 3, or already has a shift.
     """
     spec = config.model_spec
     if spec is None or type(spec.model) not in (Llama3Model.Config, Qwen3Model.Config):
@@ -78,9 +78,9 @@ def _prepare_optimizers(stock: Callable[..., None] | None, *, clamp: bool) -> Ca
 
 
 def _leave_out_of_decay(optimizer: Optimizer, group: dict[str, Any], coefficients: set[int]) -> None:
-    """Move the coefficients of a group to a group without decay.
+    """Move the coefficients in a parameter group to a new group without weight decay.
 
-    A group of torchtitan's configuration would be refused where a part of a pipeline has no attention.
+    A parameter group in torchtitan's configuration would raise an error in a pipeline stage without attention.
     """
     moved = [id(parameter) in coefficients for parameter in group["params"]]
     if not any(moved) or not group.get("weight_decay"):
@@ -98,7 +98,7 @@ def _leave_out_of_decay(optimizer: Optimizer, group: dict[str, Any], coefficient
 
 @torch.no_grad()
 def _clamp(parameters: Sequence[Tensor]) -> None:
-    """As `kvshift.clamp_after_step`."""
+    """Clamp the parameters to [0, 1], as `kvshift.clamp_after_step` does."""
     for parameter in parameters:
         parameter.clamp_(0, 1)
 

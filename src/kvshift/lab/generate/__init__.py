@@ -1,1 +1,1 @@
-"""`kvshift generate`."""
+"""`kvshift generate`: generating text with a model."""

@@ -1,4 +1,4 @@
-"""`kvshift generate`: continue prompts with a run of this package, or with any causal language model."""
+"""`kvshift generate`: continue prompts with the model of a run, or with any causal language model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from kvshift.lab.variants.uncached import decodes_with_cache
 
 _say = partial(say, command="generate")
 
-_NEW_TOKENS = 128  # by default
-_MOST_CANDIDATES = 2**24  # of torch.multinomial
+_NEW_TOKENS = 128  # default of max_new_tokens
+_MOST_CANDIDATES = 2**24  # limit of torch.multinomial
 
 
 class Continuation(NamedTuple):
-    """Generated text, without its prompt.
+    """A generated continuation.
 
     Attributes:
-        tokens: how many were generated, the one that ends the text included.
-        finish: "end" where the model ended the text, "length" where it was cut.
+        text: generated text, without the prompt.
+        tokens: number of generated tokens, including the end token.
+        finish: "end" if the model ended the text, "length" if it reached the maximum length.
     """
 
     text: str
@@ -44,10 +45,10 @@ class Continuation(NamedTuple):
 
 
 def generate(config: GenerateConfig) -> None:
-    """Print the continuation of one prompt while it is made, or write JSON lines for many.
+    """Print the continuation of one prompt while it is generated, or write JSON lines.
 
-    Each line has "index" and "prompt", "sample", "text", "tokens", "finish", and "settings", a digest of the model's
-    name and the options that decide the text.
+    Each line has the fields "index" (of the prompt), "prompt", "sample", "text", "tokens", "finish", and "settings", a
+    digest of the model's name and of the options that affect the text.
     """
     config.check()
     given = [_read_prompt(config)] if config.prompts is None else read_prompts(config.prompts)
@@ -81,7 +82,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def encode(tokenizer: Any, prompt: str, name: str = "prompt") -> list[int]:
-    """The tokens of a prompt. One without any begins like a text: with the token that begins, or else ends, texts."""
+    """Return the token ids of a prompt; if it has none, the beginning-of-text token or, without one, the end token."""
     ids = list(tokenizer(prompt)["input_ids"])
     if ids:
         return ids
@@ -94,17 +95,25 @@ def encode(tokenizer: Any, prompt: str, name: str = "prompt") -> list[int]:
 def continue_batch(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], config: GenerateConfig, *, first: int = 0, **kwargs: Any
 ) -> list[list[Continuation]]:
-    """`config.samples` continuations of each prompt, from one call of `model.generate`.
+    """Generate `config.samples` continuations of each prompt with one call of `model.generate`.
 
     Args:
-        first: number of the first prompt. It goes into the seed, so that no two batches draw the same numbers.
-        kwargs: for `model.generate`.
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        prompts: token ids of each prompt.
+        config: options.
+        first: index of the first prompt. It enters the seed, so that no two batches draw the same random numbers.
+        kwargs: further arguments of `model.generate`.
     """
     pad = _ids_of(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)[0]
     ends = _ids_of(model.generation_config.eos_token_id, tokenizer.eos_token_id)
     seed = seed_for(f"generate from {first}", config.seed)
     written = continue_rows(
-        model, [torch.tensor(row) for row in prompts], _how(config, pad=pad, ends=ends), seed=seed, **kwargs
+        model,
+        [torch.tensor(row) for row in prompts],
+        _generation_config(config, pad=pad, ends=ends),
+        seed=seed,
+        **kwargs,
     )
     rows = [
         _continuation(tokenizer, prompts[number // config.samples], row.tolist(), ends)
@@ -113,8 +122,8 @@ def continue_batch(
     return [rows[start : start + config.samples] for start in range(0, len(rows), config.samples)]
 
 
-def _how(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConfig:
-    """The options in transformers' words: everything is said, so that no default of the model's takes its place."""
+def _generation_config(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConfig:
+    """Convert the options to a GenerationConfig that sets everything, so that no default of the model applies."""
     drawn: dict[str, Any] = {"do_sample": config.temperature > 0}
     if drawn["do_sample"]:
         drawn |= {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
@@ -132,10 +141,10 @@ def _how(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConf
 
 
 def _continuation(tokenizer: Any, prompt: list[int], generated: list[int], ends: list[int]) -> Continuation:
-    """Of a sequence of the output; behind its end stands padding."""
+    """Convert the generated ids of one sequence, which may end with padding, to a `Continuation`."""
     end = next((n for n, token in enumerate(generated) if token in ends), None)
     tokens = generated if end is None else generated[:end]
-    # Decoded together with the prompt, as some tokenizers begin a text differently from a continuation.
+    # Decode prompt and continuation together, because some tokenizers decode the beginning of a text differently.
     before = _decode(tokenizer, prompt)
     whole = _decode(tokenizer, prompt + tokens)
     text = whole[len(before) :] if whole.startswith(before) else _decode(tokenizer, tokens)
@@ -156,14 +165,14 @@ def _records(
     *,
     done: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """The lines behind the first `done`, a batch at a time.
+    """Yield the records after the first `done`, one batch at a time.
 
-    Batches begin where they would in one go, so that the draws are the same; of a batch that was written in part the
-    rest is given.
+    Batches have the same boundaries as in an uninterrupted process, so that the same random numbers are drawn. A batch
+    of which some records are done is generated again, and only its other records are yielded.
     """
     if done == len(prompts) * config.samples:
         return
-    alone = config.repetition_penalty != 1 or config.prompt_lookup  # padding would count as having occurred
+    alone = config.repetition_penalty != 1 or config.prompt_lookup  # both would treat padding as text
     size = 1 if alone else config.batch_size
     skipped = done // config.samples // size * size
     bar = tqdm(total=len(prompts), initial=skipped, unit="prompt", disable=not sys.stderr.isatty())
@@ -184,7 +193,7 @@ def _continue(
 ) -> list[list[Continuation]]:
     if not config.prompt_lookup or config.samples == 1:
         return continue_batch(model, tokenizer, prompts, config, first=first)
-    one = dataclasses.replace(config, samples=1)  # drafts are for one text at a time
+    one = dataclasses.replace(config, samples=1)  # speculative decoding needs a batch size of 1
     return [
         [
             continue_batch(model, tokenizer, [prompt], one, first=(first + row) * config.samples + sample)[0][0]
@@ -195,7 +204,7 @@ def _continue(
 
 
 def _print_text(model: Any, tokenizer: Any, prompt: list[int], config: GenerateConfig) -> None:
-    """Each sample as it is generated; a beam search knows its text at the end only."""
+    """Print each sample while it is generated or, with a beam search, at the end."""
     if config.num_beams > 1:
         for number, continuation in enumerate(continue_batch(model, tokenizer, [prompt], config)[0]):
             _print_heading(number, config.samples)
@@ -223,7 +232,7 @@ def _read_prompt(config: GenerateConfig) -> Prompt:
             prompt = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise LabError(f"{name} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from error
-    assert prompt is not None  # `check` asked for one
+    assert prompt is not None  # guaranteed by `GenerateConfig.check`
     require_unicode(prompt, name)
     return Prompt(prompt, name)
 
@@ -231,10 +240,10 @@ def _read_prompt(config: GenerateConfig) -> Prompt:
 def _fitted(
     model: Any, tokenizer: Any, prompts: list[list[int]], names: list[str], config: GenerateConfig
 ) -> tuple[GenerateConfig, list[list[int]]]:
-    """The options with a number of new tokens, the same for all prompts; the prompts, cropped if the options say so.
+    """Return the options with `max_new_tokens` resolved and, with `crop_prompts`, cropped prompts.
 
     Raises:
-        LabError: prompt and new tokens are more than the model is made for.
+        LabError: a prompt and its new tokens exceed the model's maximum length.
     """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     new = config.max_new_tokens
@@ -257,7 +266,7 @@ def _fitted(
 
 
 def _cropped(ids: list[int], longest: int, begin: int | None) -> list[int]:
-    """The end of a prompt, behind the token that begins a text if the prompt has that."""
+    """Return the last `longest` tokens of a prompt, keeping the beginning-of-text token `begin` if it has one."""
     kept = 1 if ids[0] == begin and longest > 1 else 0
     return ids if len(ids) <= longest else ids[:kept] + ids[len(ids) - longest + kept :]
 
@@ -272,17 +281,17 @@ def _check_length(prompt: int, new: int, context: int, name: str) -> None:
 
 
 def _settings(config: GenerateConfig, source: str) -> str:
-    """16 hexadecimal digits over what decides the texts."""
+    """Return a digest (16 hexadecimal digits) of the model's name and the options that affect the generated texts."""
     free = ["model", "prompt", "prompts", "output", "echo", "device"]
     if config.temperature == 0:
-        free += ["batch_size", "seed"]  # decide which numbers are drawn, and none is
+        free += ["batch_size", "seed"]  # they only affect sampling
     decisive = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
     decisive["source"] = source
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _ids_of(*candidates: int | list[int] | None) -> list[int]:
-    """The first candidate that is not None, as a list."""
+    """Return the first candidate that is not None, as a list; empty if all are None."""
     for ids in candidates:
         if ids is not None:
             return ids if isinstance(ids, list) else [ids]

@@ -15,49 +15,49 @@ from kvshift.lab.variants.model_config import DType
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """What to continue, with which model, and how the next token is chosen."""
+    """Options of `kvshift generate`: the model, the prompts, and how tokens are chosen."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a model on the hub."""
     prompt: str | None = None
-    """Text to continue. "-": read it from stdin, without the final newline. "": start from the beginning-of-text
+    """Text to continue. "-": read it from stdin, without the final newline. "": start with the beginning-of-text
     token."""
     prompts: Path | None = None
     """File of prompts: .txt with one prompt per line, or .jsonl with the field "prompt"; blank lines are skipped. The
-    answers are JSON lines."""
+    output is JSON lines."""
     crop_prompts: bool = False
-    """Drop the beginning of prompts that are too long for the model, which are an error otherwise."""
+    """Drop the beginning of prompts that are too long for the model. Otherwise they are an error."""
     output: Path | None = None
     """Append JSON lines to this file; the same command resumes after an interruption. None: print to stdout."""
     max_new_tokens: int | None = None
-    """Maximum number of tokens to generate. None: 128, or fewer if the longest prompt leaves fewer in the model's
-    context."""
+    """Maximum number of tokens to generate. None: 128, or fewer if the model's maximum length leaves less room after
+    the longest prompt."""
     temperature: float = 0.8
     """Sampling temperature. 0: greedy decoding."""
     top_k: int = 0
-    """Sample from this many most likely tokens. 0: from all."""
+    """Sample from only this number of most likely tokens. 0: from all."""
     top_p: float = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this. 1: from all."""
+    """Sample from only the most likely tokens whose probabilities add up to this. 1: from all."""
     min_p: float = 0.0
-    """Sample from tokens with at least this fraction of the highest probability. 0: from all."""
+    """Sample from only the tokens with at least this fraction of the highest probability. 0: from all."""
     repetition_penalty: float = 1.0
-    """Divide the logits of tokens that have occurred by this (multiply negative ones). 1: no penalty."""
+    """Divide the logits of tokens that have occurred by this (multiply them if negative). 1: no penalty."""
     num_beams: int = 1
     """Number of beams. 1: no beam search."""
     prompt_lookup: int = 0
-    """Speculative decoding: draft this many tokens from repetitions in the text. The answers are the same. 0: off."""
+    """Speculative decoding: draft this many tokens from repetitions in the text. The output is the same. 0: off."""
     samples: int = 1
     """Number of continuations per prompt."""
     seed: int = 0
     """Random seed; the same seed and options give the same texts on the same machine."""
     batch_size: int = 8
-    """Prompts per batch; 1 with a repetition penalty or prompt lookup."""
+    """Number of prompts per batch. With a repetition penalty or prompt lookup it is always 1."""
     echo: bool = True
     """Print the prompt before its continuation (text output only)."""
     dtype: DType = "auto"
     """dtype of the weights. auto: as saved."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
+    """Device: cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

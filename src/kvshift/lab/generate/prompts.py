@@ -1,4 +1,4 @@
-"""Prompts from a file, and their continuations into one, a line each, so that a stopped process can be continued."""
+"""Reading prompts from a file, and writing their continuations to one from which an interrupted command resumes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from kvshift.lab.core.json_lines import JSONLines, open_locked
 
 
 class Prompt(NamedTuple):
-    """A text to continue, and what messages call it: "prompt", or "prompts.txt:3"."""
+    """A text to continue, and its name in messages, such as "prompt" or "prompts.txt:3"."""
 
     text: str
     name: str = "prompt"
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: each line of a .txt, or the field "prompt" of each line of a .jsonl.
+    """Read the prompts in a file: the lines of a .txt file, or the field "prompt" of each line of a .jsonl file.
 
-    Blank lines are left out, and a byte order mark, as they are of the text that models are trained on.
+    Blank lines and a byte order mark are skipped, as in training text.
 
     Raises:
-        LabError: the file cannot be read, is of another kind, or holds no prompt; a bad line is named, `file:line`.
+        LabError: the file cannot be read, is of another type, or contains no prompt, or a line is invalid; the message
+            then names it as `file:line`.
     """
     if path.suffix not in (".txt", ".jsonl"):
         raise LabError(f"prompts must be a .txt (a prompt a line) or .jsonl (field prompt) file, got {path}")
@@ -53,17 +54,17 @@ def _prompt_of(line: str, where: str) -> Prompt:
 
 @contextmanager
 def answers_in(path: Path, prompts: Sequence[str], samples: int, settings: str) -> Iterator[JSONLines]:
-    """Open an output file behind the last whole line that an earlier process wrote to it.
+    """Open an output file to append after the last complete line that an earlier process wrote to it.
 
     Args:
-        path: made where it is missing, its folders too. What is no regular file, such as /dev/null, is written to
-            from the first line on.
-        prompts: those of this run; the lines that are there must belong to the first of them.
-        samples: lines for each prompt.
-        settings: the "settings" that each line must name, so that no file mixes two models or two temperatures.
+        path: path of the file, which is created if missing, with its folders. To a device or a pipe, such as
+            /dev/null, all lines are written, from the first.
+        prompts: all prompts. Existing lines must belong to the first of them.
+        samples: number of lines for each prompt.
+        settings: required value of "settings" in existing lines, so that a file never mixes models or options.
 
     Raises:
-        LabError: the file cannot be opened, holds other lines, or another process writes to it.
+        LabError: the file cannot be opened, contains other lines, or is in use by another process.
     """
     failure = "output: writing to {path} failed: {error}"
     if not path.exists() or path.is_file():

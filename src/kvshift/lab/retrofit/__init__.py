@@ -1,1 +1,1 @@
-"""`kvshift retrofit`."""
+"""`kvshift retrofit`: adding KV shift to a pretrained model."""

@@ -14,23 +14,23 @@ from kvshift.lab.variants.model_config import DType
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitOptions:
-    """The model, the shift to add, and the folder of the result."""
+    """Options of `kvshift retrofit`: the model, the shift to add, and the output folder."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A model folder, a run folder, or a model on the hub, with weights in safetensors format."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder of the new model; it must not exist, or be empty."""
+    """Folder of the new model. If it exists, it must be empty."""
     shift_targets: tuple[Literal["q", "k", "v"], ...] = ("k", "v")
     """Which of queries, keys and values to shift."""
     shift_window: int = 2
-    """Number of tokens that are mixed, the current one included."""
+    """Number of tokens to mix, including the current one."""
     shift_constraint: Literal["free", "clamp"] = "free"
-    """free: any numbers. clamp: within [0, 1]."""
+    """Constraint on the shift coefficients. free: none. clamp: within [0, 1]."""
     dtype: DType = "auto"
     """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
 
     def check_paths(self) -> None:
-        """Raise a LabError where something stands in the place of the new folder."""
+        """Raise a LabError if the output folder exists and is not empty."""
         require_new(self.out)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""`kvshift retrofit`: a folder of a pretrained model with KV shift, which computes what the model did."""
+"""`kvshift retrofit`: add KV shift to a pretrained model without changing its outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvshift.models.retrofit import add_kv_shift
 
 _say = partial(say, command="retrofit")
 
-# Of different lengths; what they say does not matter.
+# Prompts of different lengths; their content does not matter.
 PROMPTS = (
     "The capital of France is",
     "1 2 3 4 5 6 7 8",
@@ -29,19 +29,19 @@ PROMPTS = (
 )
 _NEW_TOKENS = 8
 
-Outputs = dict[str, tuple[Tensor, Tensor]]  # by prompt
+Outputs = dict[str, tuple[Tensor, Tensor]]  # logits and generated tokens, by prompt
 
 
 def retrofit(options: RetrofitOptions) -> None:
-    """Write the model of `options.model` with a shift to `options.out`, its tokenizer and generation config included.
+    """Write the model of `options.model` with a shift to `options.out`, with its tokenizer and generation config.
 
-    What was written is loaded again and compared with the model as it was, to the bit: the logits of `PROMPTS` and
-    8 tokens generated greedily after each. The folder is there whole, and only if they are equal.
+    The new model is loaded again and its outputs must be bitwise equal to those of the original: the logits of
+    `PROMPTS` and 8 greedily generated tokens for each. Only then is the folder created, completely.
 
     Raises:
-        LabError: the model, its tokenizer or the folder is not fit (exit code 2).
-        RunFailedError: the model's own logits are not finite, or what was written computes something else, or could not
-            be written (3).
+        LabError: the model, its tokenizer or the folder is invalid (exit code 2).
+        RunFailedError: the original model's logits are not finite, the new model's outputs differ, or the new model
+            could not be written (3).
     """
     options.check()
     out = options.out
@@ -66,7 +66,7 @@ def retrofit(options: RetrofitOptions) -> None:
         added = sum(p.numel() for name, p in model.named_parameters() if ".shift." in name)
         name = type(model).__name__
         _write(model, tokenizer, part)
-        del model  # the next may be as large
+        del model  # frees memory for loading the new model
         _compare(before, _outputs(load_weights(part, device="cpu"), prompts), options.model)
     _say(f"{out} holds a {name}, with {added:,} coefficients, initialised to the identity")
     tokens = sum(ids.shape[1] for ids in prompts.values())
@@ -77,10 +77,10 @@ def retrofit(options: RetrofitOptions) -> None:
 
 
 def encoded_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
-    """Those of `PROMPTS` that have tokens, (1, T), by their text.
+    """Return the token ids of `PROMPTS`, (1, T), by prompt. Prompts without tokens are left out.
 
     Raises:
-        LabError: the tokenizer, of the model of this name, makes none of any.
+        LabError: the tokenizer yields no tokens for any prompt. `name` is the model's name for the message.
     """
     encoded = {prompt: torch.tensor([tokenizer(prompt)["input_ids"]]).long() for prompt in PROMPTS}
     prompts = {prompt: ids for prompt, ids in encoded.items() if ids.numel()}
@@ -90,11 +90,11 @@ def encoded_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
 
 
 def require_finite(logits: dict[str, Tensor], name: str) -> None:
-    """Raise a RunFailedError where a model computes numbers that cannot be compared with those of its copy.
+    """Raise a RunFailedError if the logits of a model are not finite, and so cannot be compared with its copy's.
 
     Args:
-        logits: by the prompt, or what else they are of.
-        name: of the model.
+        logits: logits by prompt or other input.
+        name: name of the model.
     """
     for what, values in logits.items():
         if not values.isfinite().all():
@@ -104,7 +104,7 @@ def require_finite(logits: dict[str, Tensor], name: str) -> None:
 
 
 def _outputs(model: Any, prompts: dict[str, Tensor]) -> Outputs:
-    """The logits of each prompt, and the tokens that are likeliest after it."""
+    """Return the logits of each prompt, and the prompt with its greedy continuation."""
     options: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
     settings = model.generation_config
     options |= {"pad_token_id": settings.pad_token_id or 0, "num_beams": 1}

@@ -1,1 +1,1 @@
-"""A run's folder: what is recorded, checkpoints, resuming, several processes; loading what a run has made."""
+"""Run folders: records, checkpoints, resuming, several processes, and loading the models of runs."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: a manifest, written last, names every file with its size and sha256."""
+"""Complete checkpoints: a manifest, written last, lists every file of a checkpoint with its size and sha256."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX = "checkpoint-"
 
 
 def seal(folder: Path) -> None:
-    """Declare the checkpoint in `folder` whole, once every byte of it is on the disk."""
+    """Flush all files of the checkpoint in `folder` to disk, then mark it as complete by writing its manifest."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -31,10 +31,10 @@ def seal(folder: Path) -> None:
 
 
 def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
-    """The newest whole checkpoint, every file of it checked; what is no whole one is said and set aside.
+    """Return the newest complete checkpoint, with every file verified, or None; report and set aside damaged ones.
 
-    A folder without manifest is one whose writing or removal was interrupted: it is removed, for what is missing from
-    it is lost. One whose files are not what its manifest says is kept under another name, `checkpoint-N.corrupt`.
+    A folder without a manifest was only partly written or removed when the process ended. It is removed, because the
+    missing files are lost. A newer folder whose files do not match its manifest is renamed to `checkpoint-N.corrupt`.
     """
     folders = list_checkpoints(out)
     whole = [folder for folder in folders if (folder / _MANIFEST).exists()]
@@ -56,9 +56,9 @@ def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
 
 
 def keep_newest(newest: Path, count: int, say: Callable[[str], Any]) -> None:
-    """Remove the checkpoints that are older than `newest`, which is whole, but the last `count` - 1 whole ones.
+    """Remove checkpoints older than `newest`, a complete one, except the last `count` - 1 that are complete.
 
-    What cannot be removed is said and left: an old checkpoint never costs a new one.
+    A folder that cannot be removed is reported and left, so that an old checkpoint never makes the run fail.
     """
     folders = list_checkpoints(newest.parent)
     folders = folders[: folders.index(newest)]
@@ -70,14 +70,14 @@ def keep_newest(newest: Path, count: int, say: Callable[[str], Any]) -> None:
 
 
 def list_checkpoints(out: Path) -> list[Path]:
-    """The folders of checkpoints, whole or not, by step: the newest last."""
+    """Return the folders of all checkpoints, complete or not, in order of their steps."""
     found = [path for path in out.glob(f"{_PREFIX}*") if path.is_dir() or path.is_symlink()]
     numbered = [path for path in found if path.name.removeprefix(_PREFIX).isdecimal()]
     return sorted(numbered, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 
 def size_fault(folder: Path) -> str | None:
-    """What is wrong with the manifest of a checkpoint or the sizes of its files, in a few words; None if nothing is."""
+    """Return a short description of a problem with a checkpoint's manifest or file sizes, or None if there is none."""
     return _fault(folder, digests=False)
 
 
@@ -90,7 +90,7 @@ def _fault(folder: Path, *, digests: bool) -> str | None:
                 return f"{name} is missing"
             if path.stat().st_size != expected["size"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
-        # The sizes of all before the first digest: a cut file is the common fault, and seen at once.
+        # Sizes are checked before digests: truncated files are the most common problem, and are found at once.
         for name, expected in files.items() if digests else ():
             if _digest(folder / name) != expected["sha256"]:
                 return f"the bytes of {name} have changed"
@@ -102,7 +102,7 @@ def _fault(folder: Path, *, digests: bool) -> str | None:
 def _remove(folder: Path, say: Callable[[str], Any]) -> bool:
     try:
         if not folder.is_symlink():
-            (folder / _MANIFEST).unlink(missing_ok=True)  # first: half removed must not look whole
+            (folder / _MANIFEST).unlink(missing_ok=True)  # first, so that the rest counts as incomplete
         remove_folder(folder)
     except OSError as error:
         say(f"{folder.name} is no longer needed, but could not be removed: {error}")

@@ -1,8 +1,8 @@
-"""More steps for a run that was begun with fewer: the same command with a larger `--steps`.
+"""Extending a run to more steps: the same command with a larger `--steps`.
 
-Order of sequences, warm-up and all else is the same for any number of steps, but for the learning rates of a schedule
-that ends with the last step. Where those of the steps that are done would have been the same, the run resumes from its
-last checkpoint and ends with the weights of one that was begun with more steps. Elsewhere that takes `--extend`.
+The order of sequences, the warm-up and all else do not depend on the number of steps, except for the learning rates of
+schedules that decay until the last step. If the learning rates so far would have been the same, the run resumes from
+its last checkpoint and ends with the weights of a run started with more steps. Otherwise, `--extend` is required.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvshift.lab.training.train_config import TrainConfig, config_hash
 
 
 def extends(old: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether the options ask for more steps than the run was begun with."""
+    """Return True if the options have more steps than the recorded options `old` of the run."""
     return old.get("steps", options["steps"]) < options["steps"]
 
 
 def with_recorded_warmup(config: TrainConfig, folder: RunFolder) -> TrainConfig:
-    """The options with the warm-up that the run began with, where they leave it open: not a tenth of more steps."""
+    """Return the options, with the recorded warm-up if they have none: the default depends on the number of steps."""
     old = folder.read(folder.config)
     if old is None or config.optimizer.warmup_steps is not None:
         return config
@@ -32,12 +32,12 @@ def with_recorded_warmup(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 
 
 def same_schedule(optimizer: Mapping[str, Any], steps: int, done: int) -> bool:
-    """Whether a longer run would have had the learning rates that one of `steps` had in its first `done`.
+    """Return True if a longer run would have had the same learning rates in its first `done` steps.
 
     Args:
-        optimizer: recorded options of the run.
-        steps: that it was begun with.
-        done: of them.
+        optimizer: recorded optimizer options of the run.
+        steps: recorded number of steps of the run.
+        done: number of steps that are done.
     """
     if optimizer["schedule"] == "constant":
         return True
@@ -48,7 +48,7 @@ def same_schedule(optimizer: Mapping[str, Any], steps: int, done: int) -> bool:
 
 
 def refuse_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping[str, Any], *, extend: bool) -> None:
-    """Raise a LabError for a run that cannot be extended, or not without `extend`; nothing is changed."""
+    """Raise a LabError if the run cannot be extended, or only with `extend`. Change nothing."""
     whole = [path for path in list_checkpoints(folder.path) if size_fault(path) is None]
     if not whole and folder.result.exists():
         raise LabError(
@@ -67,11 +67,11 @@ def refuse_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping
 
 
 def record_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping[str, Any], *, done: int) -> None:
-    """Let the folder be that of the longer run, which is not finished; `done` steps are those of its checkpoint."""
+    """Record the options of the longer run, which resumes after step `done`, and remove the shorter run's result."""
     extensions = old.get("extended", [])
     if not same_schedule(old["optimizer"], old["steps"], done):
         extensions = [*extensions, {"after_step": done, "begun_with_steps": old["steps"]}]
     decisive = {**options, "extended": extensions} if extensions else dict(options)
     facts = {"data_facts": old["data_facts"]} if "data_facts" in old else {}
-    folder.result.unlink(missing_ok=True)  # first: a run of more steps is not finished
+    folder.result.unlink(missing_ok=True)  # first, because the longer run is not finished
     write_json(folder.config, {**decisive, "config_hash": config_hash(decisive), **facts})

@@ -1,15 +1,15 @@
-"""The folder of a run: what lies where, who may write to it, and how each file gets there whole.
+"""The folder of a run: its files, its lock, and its metrics.
 
-OUT/config.json        options, with what they left open filled in, and facts of the data that a continuation checks
-OUT/environment.json   commit, versions, hardware, command line, start (and each continuation)
+OUT/config.json        options, with all defaults resolved, and facts about the data, which are checked on resuming
+OUT/environment.json   commit, versions, hardware, command line and start time, also of each resumption
 OUT/tokenizer/         the tokenizer
-OUT/metrics.jsonl      one JSON object a line
-OUT/checkpoint-N/      what a continuation needs (`checkpoints.py`)
-OUT/tensorboard/       event files, where that tracker is on
-OUT/wandb/             files of Weights & Biases, where that tracker is on
+OUT/metrics.jsonl      one JSON object per line
+OUT/checkpoint-N/      the state from which a run resumes (`checkpoints.py`)
+OUT/tensorboard/       event files, if this tracker is enabled
+OUT/wandb/             files of Weights & Biases, if this tracker is enabled
 OUT/model/             the final model and its tokenizer
-OUT/result.json        written last: without it the run is not finished
-OUT/.lock              held while a process trains here
+OUT/result.json        the final results, written last: without this file the run is not finished
+OUT/.lock              lock file, locked while a process trains in this folder
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvshift.lab.core.json_lines import JSONLines
 
 
 class RunFolder:
-    """Where the files of one run lie."""
+    """The paths of one run's files, and the folder's lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,12 +44,13 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *early: Path) -> Iterator[None]:
-        """Make the folder and hold its lock, which ends with the process, however that ends.
+        """Create the folder and hold its lock, which is released however the process ends.
 
-        Where the block refuses what it was given (exit code 2) before a run began, the folder is as it was before.
+        If the block raises a LabError for invalid input (exit code 2) before a run has begun, restore the folder's
+        previous state.
 
         Args:
-            early: what the block writes into the folder before that, besides tokenizer and environment.
+            early: files that the block may write before the run begins, besides the tokenizer and the environment.
         """
         made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
@@ -73,7 +74,7 @@ class RunFolder:
             lock.release()
 
     def _unmake(self, made: list[Path], there: set[Path], early: tuple[Path, ...]) -> None:
-        """Remove what was not `there`, then the folders that were made, unless more was written than begins a run."""
+        """Remove what was not `there`, then the folders `made`, unless there are files of a run that has begun."""
         lock = self.path / ".lock"
         new = {*self.path.iterdir()} - there
         if not new <= {self.tokenizer, self.environment, lock, *early}:
@@ -85,7 +86,7 @@ class RunFolder:
                 folder.rmdir()
 
     def read(self, path: Path) -> dict[str, Any] | None:
-        """The JSON object in one of the files, or None where there is no such file."""
+        """Return the JSON object in a file, or None if the file does not exist."""
         try:
             values = json.loads(path.read_text())
         except (FileNotFoundError, NotADirectoryError):
@@ -99,7 +100,7 @@ class RunFolder:
         return values
 
     def clean(self) -> None:
-        """Remove what a process that was killed has left half written."""
+        """Remove incomplete files left by a process that was killed."""
         for pattern in (".tokenizer-????????", ".model.part", ".model.former", ".*.json.part", ".*.jsonl.part"):
             for path in self.path.glob(pattern):
                 if path.is_file():
@@ -109,12 +110,12 @@ class RunFolder:
 
 
 class Metrics(JSONLines):
-    """metrics.jsonl, open for appending; it is synced with each checkpoint, behind which a run resumes."""
+    """The file metrics.jsonl, open for appending. It is synced to disk with each checkpoint."""
 
     def __init__(self, path: Path, *, up_to_step: int, say: Callable[[str], Any]) -> None:
-        """Open the file without the lines beyond `up_to_step`, which a run that was stopped may have left.
+        """Open the file and drop the lines after `up_to_step`, which an interrupted run may have left.
 
-        `say` is told of each damaged line before those: it is left out, and the others stay.
+        Damaged lines before these are also dropped, and each is reported with `say`.
         """
         lines = [(line, *_record(line)) for line in _lines(path)]
         until = [number for number, (_, record, _) in enumerate(lines) if record and record["step"] <= up_to_step]
@@ -129,15 +130,15 @@ class Metrics(JSONLines):
         super().__init__(path, sync_seconds=math.inf, ensure_ascii=True)
 
     def write(self, **values: Any) -> None:
-        """Append one object."""
+        """Append one record."""
         self.append([values])
 
 
 def read_metrics(path: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of one kind, in order; the last may have been cut off by the end of the process.
+    """Return the records of one kind, in order. The last line of the file may be incomplete, and is then ignored.
 
     Raises:
-        LabError: another line is no record.
+        LabError: any other line is not a valid record.
     """
     records = list(map(_record, _lines(path)))
     for number, (record, problem) in enumerate(records[:-1], start=1):
@@ -151,7 +152,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _record(line: bytes) -> tuple[dict[str, Any] | None, str]:
-    """The record that a line of metrics holds, or None and what is wrong with the line."""
+    """Return the record in a line of metrics, or None and a description of what is wrong with the line."""
     try:
         record = json.loads(line)
     except ValueError:

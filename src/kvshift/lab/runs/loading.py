@@ -1,4 +1,4 @@
-"""From what a user names to a model that answers: a run folder, a folder of a model, or a name on the hub."""
+"""Load the model and the tokenizer of a run folder, a model folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
-# Imported for its model types, which it registers with the Auto classes:
+# Imported because they register their model types with the Auto classes:
 import kvshift.models.baichuan_m1
 import kvshift.models.retrofit  # noqa: F401
 from kvshift.lab.core import messages
@@ -33,16 +33,16 @@ from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
 from kvshift.lab.variants.model_config import DType
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-for _name in VARIANTS:  # whose model types they register likewise
+for _name in VARIANTS:  # the modules of variants also register their model types
     find_variant(_name)
 
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
-# As well, what transformers' own code meets in a config.json with values of a wrong kind (0 heads, layer_types: 5):
+# Also the errors that transformers raises for values of a wrong kind in a config.json (0 heads, layer_types: 5):
 MISFITS = (*UNREADABLE, TypeError, AttributeError, ArithmeticError, LookupError)
 
 
 class Loaded(NamedTuple):
-    """A model in evaluation mode and the tokenizer that fits it; `source` is the folder or name it came from."""
+    """A model in evaluation mode, its tokenizer, and the folder or hub name from which the model was loaded."""
 
     model: Any
     tokenizer: Any
@@ -54,23 +54,23 @@ def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: C
 
     Args:
         name: a run folder, a model folder, or a model on the hub.
-        dtype: of the weights; auto: as they were saved. Shift coefficients stay float32.
-        device: a torch device; auto: the accelerator where there is one, else the CPU.
-        say: is told which checkpoint stands for a run that has not ended.
+        dtype: dtype of the weights. auto: as saved. Shift coefficients are always float32.
+        device: a torch device. auto: the accelerator if there is one, otherwise the CPU.
+        say: reports which checkpoint is used for an unfinished run.
 
     Raises:
-        LabError: there is no such model, it is not whole, or its tokenizer does not fit.
+        LabError: the model does not exist or is incomplete, or its tokenizer does not fit.
     """
     loaded = load_as_saved(name, dtype=dtype, device=device, say=say)
     saved = loaded.model.generation_config
     ids = {name: getattr(saved, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    loaded.model.generation_config = GenerationConfig(**ids)  # some bring a temperature and penalties of their own
+    loaded.model.generation_config = GenerationConfig(**ids)  # drops a saved temperature, penalties etc.
     return loaded
 
 
 def load_as_saved(name: str, *, dtype: DType, device: str, say: Callable[[str], Any]) -> Loaded:
-    """As `load_model`, with the generation config that was saved."""
-    find_device(device)  # a device that is not there is said before a large model is read
+    """Load a model like `load_model`, with its saved generation config."""
+    find_device(device)  # report a missing device before a large model is read
     folder, tokenizer_folder = locate(name, say)
     tokenizer = load_tokenizer(tokenizer_folder)
     model = load_weights(folder, dtype=dtype, device=device)
@@ -79,12 +79,12 @@ def load_as_saved(name: str, *, dtype: DType, device: str, say: Callable[[str], 
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
-    """Raise `LabError` if the tokenizer makes ids that a model of `vocab_size` does not have."""
+    """Raise a LabError if the tokenizer has ids that are not less than the model's `vocab_size`."""
     require_ids(tokenizer.name_or_path or "", max(tokenizer.get_vocab().values()), vocab_size)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer in a folder, as `model_files.locate` finds it, or of a name on the hub."""
+    """Load the tokenizer in a folder, as found by `model_files.locate`, or of a name on the hub."""
     try:
         return AutoTokenizer.from_pretrained(folder)
     except MISFITS as error:
@@ -92,7 +92,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def load_config(folder: str | Path) -> Any:
-    """The configuration of a model in a folder, as `model_files.locate` finds it, or of a name on the hub."""
+    """Load the configuration of the model in a folder, as found by `model_files.locate`, or of a name on the hub."""
     try:
         return AutoConfig.from_pretrained(folder)
     except MISFITS as error:
@@ -100,13 +100,13 @@ def load_config(folder: str | Path) -> Any:
 
 
 def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "auto", **kwargs: Any) -> Any:
-    """The causal language model in a folder, or of a name on the hub, in evaluation mode; no tokenizer is asked for.
+    """Load a causal language model in evaluation mode, without a tokenizer.
 
     Args:
-        folder: as `locate` or `model_folder` of `model_files` finds it.
+        folder: a model folder, as found by `locate` or `model_folder` of `model_files`, or a name on the hub.
         dtype, device: as in `load_model`.
-        kwargs: for `from_pretrained`, such as attn_implementation; with trust_remote_code, the code in the folder is
-            run, though a model type of this package's is registered.
+        kwargs: arguments of `from_pretrained`, such as attn_implementation. With trust_remote_code, the code in the
+            folder is used even if its model type is registered by this package.
     """
     place = find_device(device)
     try:
@@ -117,7 +117,7 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
+                ignore_mismatched_sizes=True,  # reported as an error below, with the name of the weight
                 **kwargs,
             )
     except MISFITS as error:
@@ -137,9 +137,9 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
 
 
 def not_finite(model: torch.nn.Module) -> str | None:
-    """The name of the first parameter with a number that is not finite, or None.
+    """Return the name of the first parameter with a non-finite number, or None.
 
-    Of float8, which PyTorch cannot look at, and on the device "meta" none is found.
+    Parameters in float8, for which PyTorch has no `isfinite`, and on the device "meta" are not checked.
     """
     named = ((name, each) for name, each in model.named_parameters() if each.itemsize > 1 and not each.is_meta)
     return next((name for name, each in named if not torch.isfinite(each).all()), None)
@@ -147,7 +147,7 @@ def not_finite(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """No bar and no table on stderr while transformers loads; what is in the table is in its loading info."""
+    """Suppress transformers' progress bar and loading report, whose contents `from_pretrained` also returns."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -160,7 +160,10 @@ def _without_report() -> Iterator[None]:
 
 
 def _remote_class(folder: str | Path) -> Any:
-    """What loads a model by code of its own; the Auto class takes ours for a folder of `kvshift export`."""
+    """Return the class to load a model with the code in its folder.
+
+    For a folder of `kvshift export`, the Auto class would choose the class that this package has registered.
+    """
     config, _ = PreTrainedConfig.get_config_dict(folder)
     place = config.get("auto_map", {}).get("AutoModelForCausalLM")
     ours = str(config.get("model_type")).startswith("kvshift_")
@@ -168,7 +171,7 @@ def _remote_class(folder: str | Path) -> Any:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name; auto: the accelerator where there is one, else the CPU."""
+    """Return the device of that name; for auto, the accelerator if there is one, otherwise the CPU."""
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -185,7 +188,7 @@ def _unreadable(folder: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    if isinstance(error, StrictDataclassError):  # the first line names a function of transformers, the last says why
+    if isinstance(error, StrictDataclassError):  # the reason is in the last line, not the first
         return " ".join(str(error).split())
     line = str(error).strip().split("\n")[0]
     if isinstance(error, UNREADABLE):
@@ -194,11 +197,11 @@ def _first_line(error: Exception) -> str:
 
 
 def load_trained(run: Run) -> Any:
-    """The final model of a run of text in float32, as the class that it was trained as."""
+    """Load the final model of a run on text in float32, with the class that was used in training."""
     folder = run.folder / "model"
     values = read_json(folder / "config.json")
     if values["model_type"] not in (LlamaConfig.model_type, KVShiftLlamaConfig.model_type):
-        find_variant(variant_of(run.config["model"]))  # which tells transformers of its classes
+        find_variant(variant_of(run.config["model"]))  # registers its classes with transformers
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     values |= {"shift_targets": run.config["model"]["shift_targets"], "model_type": KVShiftLlamaConfig.model_type}
     config = KVShiftLlamaConfig.from_dict(values)

@@ -1,4 +1,4 @@
-"""Where the files of a model lie and what they say of it, read without torch or transformers, which take seconds."""
+"""Find and read the files of a model, without importing torch or transformers, which takes seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
-    """The folder of a model, as `model_folder` finds it, and that of its tokenizer; a name on the hub is both."""
+    """Return a model's folder (see `model_folder`) and its tokenizer's; for a name on the hub, that name twice."""
     if is_hub_name(name):
         require_on_hub(name, "model")
         return name, name
@@ -29,13 +29,13 @@ def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
 
 
 def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
-    """The folder of the model that `name`, a run folder or a model folder, stands for; no tokenizer is asked for.
+    """Return the folder of the model in `name`, a run folder or a model folder; it need not contain a tokenizer.
 
-    A run that has ended stands for its final model, another for its newest whole checkpoint, which `say` is told.
-    Nothing is changed: the run may still be active.
+    For a finished run, this is the final model; for an unfinished one, the latest complete checkpoint, which `say`
+    reports. Nothing is changed, because the run may still be active.
 
     Raises:
-        LabError: there is no such folder, or no whole model in it.
+        LabError: the folder does not exist, or contains no complete model.
     """
     folder = Path(name)
     if not folder.exists():
@@ -57,14 +57,14 @@ def _model_of_run(run: Path, say: Callable[[str], Any]) -> Path:
         raise LabError(f"model: {run} has no final model yet, and none of its {len(checkpoints)} checkpoints is whole")
     for config in (run / "config.json", run / "model" / "config.json"):
         if config.is_file():
-            read_object(config)  # which says what is wrong with one that cannot be read
+            read_object(config)  # raises an error with the reason if the file cannot be read
     raise LabError(
         f"model: {run} is neither a model (no config.json with a model_type) nor a run with a model or a checkpoint"
     )
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether transformers would know a model here; the config.json of a run has no model_type."""
+    """Return True if `folder` is a model folder of transformers; the config.json of a run has no model_type."""
     try:
         return "model_type" in read_object(folder / "config.json")
     except LabError:
@@ -72,10 +72,10 @@ def _is_model(folder: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model.
+    """Return the JSON object in a file of a model.
 
     Raises:
-        LabError: it cannot be read, or holds none.
+        LabError: the file cannot be read, or does not contain a JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def find_file(model: str, name: str) -> Path | None:
-    """A file of a model, in a folder or of a name on the hub; None where it has no such file."""
+    """Return the path of a file of a model, downloaded if the model is on the hub, or None if it has no such file."""
     if is_hub_name(model):
         return download(model, name)
     path = Path(model) / name
@@ -97,23 +97,23 @@ def find_file(model: str, name: str) -> Path | None:
 
 
 def largest_id(tokenizer: str) -> int | None:
-    """The largest id that a tokenizer, as `locate` finds it, makes; None where only transformers can tell.
+    """Return the largest id of a tokenizer, as found by `locate`, or None if transformers is needed to determine it.
 
-    It can tell of a tokenizer without a tokenizer.json, and numbers the tokens that tokenizer_config.json adds to one.
+    It is needed if there is no tokenizer.json, or if tokenizer_config.json adds tokens, whose ids transformers assigns.
     """
     path, settings = (find_file(tokenizer, name) for name in ("tokenizer.json", "tokenizer_config.json"))
     if path is None:
         return None
     try:
         vocabulary = Tokenizer.from_file(str(path)).get_vocab()
-    except Exception as error:  # the class of whatever is wrong with the file
+    except Exception as error:  # tokenizers raises plain Exceptions for invalid files
         raise LabError(f"model: {path} could not be loaded: {error}") from error
     added = settings is not None and any(token not in vocabulary for token in _named_tokens(read_object(settings)))
     return None if added else max(vocabulary.values(), default=-1)
 
 
 def _named_tokens(settings: dict[str, Any]) -> Iterator[str]:
-    """The tokens that a tokenizer_config.json names, each as text or as an object with its text in `content`."""
+    """Yield the tokens in a tokenizer_config.json, in which each is a string or an object with a string `content`."""
     for name, value in settings.items():
         if name.endswith("_token"):
             yield from _texts([value])
@@ -129,7 +129,7 @@ def _texts(tokens: Any) -> Iterator[str]:
 
 
 def require_ids(tokenizer: str, largest: int, vocab_size: int) -> None:
-    """Raise a LabError if a tokenizer makes ids that a model of `vocab_size` does not have."""
+    """Raise a LabError if the `largest` id of a tokenizer is not less than the model's `vocab_size`."""
     if largest >= vocab_size:
         raise LabError(
             f"tokenizer {tokenizer} does not fit the model: its ids go up to {largest}, the model's up to "

@@ -1,4 +1,4 @@
-"""`--overwrite`: a run in place of the one that the folder holds; nothing but that is removed, and nothing early."""
+"""`--overwrite`: replacing the run in a folder, without removing anything else, and only once the new run begins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HALF_WRITTEN = re.compile(r"\..*\.part|\.tokenizer-.*|\.model\.former|\.next")
 
 
 def refuse_what_is_no_run(folder: RunFolder, init_from: str | None) -> None:
-    """Raise a LabError for a folder that holds anything besides a run; nothing is changed."""
+    """Raise a LabError if the folder contains more than a run, or the model of `init_from`. Change nothing."""
     if not folder.config.exists():
         return
     foreign = [path.name for path in sorted(folder.path.iterdir()) if not _is_ours(folder, path)]
@@ -28,12 +28,12 @@ def refuse_what_is_no_run(folder: RunFolder, init_from: str | None) -> None:
 
 
 def next_tokenizer(folder: RunFolder) -> Path:
-    """Where the tokenizer of the new run lies while the old one stands."""
+    """Return the folder of the new run's tokenizer while the old run is still there."""
     return folder.path / ".next" / "tokenizer"
 
 
 def replace_run(folder: RunFolder) -> None:
-    """Remove the run, once the new one is known to begin; what says that it is one goes last."""
+    """Remove the old run and move the new one's tokenizer to its place. config.json, which marks a run, goes last."""
     first = [folder.result, *folder.path.glob("checkpoint-*")]
     last = [folder.config, folder.path / ".lock", folder.path / ".next"]
     others = [path for path in folder.path.iterdir() if path not in first and path not in last]

@@ -1,4 +1,4 @@
-"""`--init-from`: a run that starts from the weights and the tokenizer of a model, which is fine-tuning."""
+"""`--init-from`: runs that start from the weights and the tokenizer of a model (fine-tuning)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvshift.lab.variants.variant import shift_layers
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit.family import RetrofitConfig
 
-_SAMPLED = 256  # numbers of each tensor that enter its digest
+_SAMPLED = 256  # minimum count of numbers that enter the digest, for each tensor that has as many
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Pretrained:
     """A model to start from.
 
     Attributes:
-        name: as the user gave it.
-        folder: of the model, or its name on the hub.
-        tokenizer: likewise.
-        config: of the model; one of plain Llama has no `shift_targets`. A `RetrofitConfig` where it is no Llama.
+        name: name of the model, as given by the user.
+        folder: folder of the model, or its name on the hub.
+        tokenizer: folder of the tokenizer, or the model's name on the hub.
+        config: configuration of the model. `shift_targets` is empty for a plain Llama. For other families, this is a
+            `RetrofitConfig`.
     """
 
     name: str
@@ -43,10 +44,11 @@ class Pretrained:
 
 
 def find_pretrained(name: str, say: Callable[[str], Any]) -> Pretrained:
-    """The model that `name`, a run folder, a model folder or a name on the hub, stands for; no weights are read.
+    """Find a model by a run folder, a model folder or a name on the hub, and read its configuration, but no weights.
 
     Raises:
-        LabError: there is none, or it is neither a Llama, with or without KV shift, nor one that has got a shift.
+        LabError: the model does not exist, is quantized, or is neither a Llama, with or without KV shift, nor an output
+            of `kvshift retrofit`.
     """
     try:
         folder, tokenizer = locate(name, say)
@@ -72,10 +74,10 @@ def find_pretrained(name: str, say: Callable[[str], Any]) -> Pretrained:
 
 
 def fitting_config(source: Pretrained, options: ModelConfig, *, vocab_size: int, sequence_length: int) -> Any:
-    """The configuration of the model to start from, for a run with this tokenizer and sequences of this length.
+    """Return the configuration of the model to start from, for a run with this vocabulary and sequence length.
 
     Raises:
-        LabError: an option contradicts the model, or the data do not fit it; names both.
+        LabError: an option contradicts the model, or the data do not fit it. The message names both.
     """
     if isinstance(source.config, KVShiftLlamaConfig):
         base = base_config(source, options)
@@ -95,16 +97,16 @@ def fitting_config(source: Pretrained, options: ModelConfig, *, vocab_size: int,
             f"data.sequence_length is {sequence_length}, but the model of init_from ({source.name}) has "
             f"{config.max_position_embeddings} positions"
         )
-    # As `llama_config` does: generation must not stop at, or pad with, numbers that belong to another tokenizer.
+    # As in `llama_config`: generation must not stop at, or pad with, the ids of another tokenizer.
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     return config
 
 
 def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
-    """The configuration of the model to start from, with the shift that `options` add to one that has none.
+    """Return the configuration of the model to start from; if it has no shift, add the one that `options` specify.
 
     Raises:
-        LabError: an option contradicts the model; names both.
+        LabError: an option contradicts the model. The message names both.
     """
     for name in ("size", "config"):
         if getattr(options, name) is not None:
@@ -140,15 +142,15 @@ def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
 
 
 def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = False) -> Any:
-    """The model in float32; a shift that it did not have starts as the identity, so that it computes what it did.
+    """Load the model in float32. An added shift is initialised to the identity, which does not change its outputs.
 
     Args:
-        source: of the weights.
-        config: of the model, from `fitting_config`.
-        freeze_shift: keep the coefficients at their start values.
+        source: the model with the weights.
+        config: configuration of the model, from `fitting_config`.
+        freeze_shift: whether to keep the coefficients at their initial values.
     """
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is missing and unexpected is said below
+    logging.set_verbosity_error()  # missing and unexpected weights are reported below
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
@@ -171,13 +173,13 @@ def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = Fal
         )
     for layer in shift_layers(model):
         layer.requires_grad_(not freeze_shift)
-    # Some models bring a temperature and penalties of their own, and ends of another tokenizer.
+    # Drop a saved temperature, penalties, and end tokens of another tokenizer.
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model
 
 
 def with_tokenizer(source: Pretrained, data: DataConfig) -> DataConfig:
-    """The options of the data with the tokenizer of the model, which is the only one that fits it."""
+    """Return the data options with the model's tokenizer, the only one that fits it."""
     if data.tokenizer not in (None, source.tokenizer):
         raise LabError(
             f"data.tokenizer is {data.tokenizer!r}, but the model of init_from ({source.name}) brings its own, "
@@ -187,7 +189,7 @@ def with_tokenizer(source: Pretrained, data: DataConfig) -> DataConfig:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """16 hexadecimal digits over numbers at equal distances of each tensor: quick for large models."""
+    """Return a digest (16 hexadecimal digits) of equally spaced numbers of each tensor, which is fast to compute."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().flatten()
@@ -197,7 +199,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def _added_shift(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
-    """Fields of the shift, for a model that has none: what the options ask for, and no change at first."""
+    """Return the configuration fields of a shift added to a model without one; it is initialised to the identity."""
     if options.shift_targets == ():
         return {}
     if options.shift_targets is None:

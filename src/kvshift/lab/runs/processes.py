@@ -1,4 +1,4 @@
-"""What several processes of one run need to do together; with a single process each of these is nothing."""
+"""Collective operations of the processes of one run; with a single process, they communicate nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvshift.lab.core.errors import LabError
 
 _Result = TypeVar("_Result")
 
-# The first process tokenizes while the others wait for it.
+# Timeout of collective operations: the others wait while the first process tokenizes.
 PATIENCE = timedelta(hours=6)
 
 
 class Processes:
-    """The processes that torchrun or accelerate started; `cpu` keeps them off the GPUs."""
+    """The processes that torchrun or accelerate started. If `cpu`, they use no GPUs."""
 
     def __init__(self, *, cpu: bool) -> None:
         distributed = "RANK" in os.environ
@@ -30,9 +30,9 @@ class Processes:
         self.device = cast(torch.device, self._state.device)
 
     def main_first(self, function: Callable[[], _Result]) -> _Result:
-        """Call `function` in the first process and give what it returns to all.
+        """Call `function` in the first process and return its result in all processes.
 
-        A LabError there ends every process with its exit code, and only the first with its message.
+        If it raises a LabError, all processes exit with its exit code, and only the first prints its message.
         """
         if self.count == 1:
             return function()
@@ -52,11 +52,11 @@ class Processes:
         return outcome[0]
 
     def any(self, holds: bool) -> bool:
-        """Whether it holds in at least one of the processes."""
-        return self.most(int(holds)) > 0
+        """Return True if `holds` is True in at least one process."""
+        return self.all_reduce_max(int(holds)) > 0
 
-    def most(self, number: int) -> int:
-        """The largest of the numbers that the processes give."""
+    def all_reduce_max(self, number: int) -> int:
+        """Return the maximum of `number` over all processes."""
         if self.count == 1:
             return number
         largest = torch.tensor(number, device=self.device)
@@ -64,10 +64,10 @@ class Processes:
         return int(largest)
 
     def gather(self, number: float) -> list[float]:
-        """The numbers that the processes give, in their order."""
+        """Return `number` of all processes, in order of their ranks."""
         return [number] if self.count == 1 else gather_object([number])
 
     def end(self) -> None:
-        """Take leave of the other processes."""
+        """Destroy the process group."""
         if self.count > 1:
             self._state.destroy_process_group()

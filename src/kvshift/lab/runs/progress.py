@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar where stderr is a terminal; where it is none, lines now and then."""
+"""Progress of long operations: a bar if stderr is a terminal, otherwise a line from time to time."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from kvshift.lab.core.messages import say
 
 Item = TypeVar("Item")
 
-SECONDS_APART = 10.0  # of two lines, where there is no terminal
-_SHORT = 3.0  # seconds before a bar of what may be done by then
+SECONDS_APART = 10.0  # minimum time between two lines, without a terminal
+_SHORT = 3.0  # seconds before a bar appears, so that short operations show none
 
 
 class Counter:
-    """Reports the progress of one long piece of work. It is silent about work that takes a few seconds."""
+    """Reports the progress of one long operation. Operations that take a few seconds are not reported."""
 
     def __init__(
         self, what: str, total: int | None, unit: str, *, shown: bool = True, say: Callable[[str], object] = say
     ) -> None:
-        """Begin to count.
+        """Start counting.
 
         Args:
-            what: is done, such as "evaluation".
-            total: number of `unit`s, such as "batches"; None: not known.
-            unit: see there; with "bytes", lines say megabytes.
-            shown: whether anything is said.
+            what: name of the operation, such as "evaluation".
+            total: total number of units. None: unknown.
+            unit: name of the units, such as "batches". For "bytes", lines give megabytes.
+            shown: whether to report anything.
             say: prints a line.
         """
         self._what, self._total, self._unit, self._shown, self._say = what, total, unit, shown, say
         self._start = self._said = time.perf_counter()
-        disable = None if shown else True  # None: where stderr is no terminal
+        disable = None if shown else True  # None disables the bar if stderr is not a terminal
         self._bar: Any = tqdm(
             desc=what,
             total=total,
@@ -47,7 +47,7 @@ class Counter:
         self._done = self._tokens = 0
 
     def update(self, count: int = 1, *, tokens: int = 0) -> None:
-        """So many more are done, with so many tokens, of which the speed is reported."""
+        """Add `count` finished units and their `tokens`, for which tokens per second are reported."""
         self._done, self._tokens = self._done + count, self._tokens + tokens
         now = time.perf_counter()
         spent = max(now - self._start, 1e-9)
@@ -69,12 +69,12 @@ class Counter:
         return f"{' of '.join(f'{number:,}' for number in known)} {self._unit}"
 
     def close(self) -> None:
-        """Clear the bar away."""
+        """Remove the bar."""
         self._bar.close()
 
 
 def counted(items: Sequence[Item], what: str, unit: str, *, shown: bool) -> Iterator[Item]:
-    """Go through `items` with a `Counter`."""
+    """Iterate over `items` and report progress with a `Counter`."""
     counter = Counter(what, len(items), unit, shown=shown)
     try:
         for item in items:

@@ -1,4 +1,4 @@
-"""Where a run starts or resumes: is the folder its own, are options and data the same, which checkpoint is newest."""
+"""Starting and resuming runs: check the folder, compare options and data, and find the latest checkpoint."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ from kvshift.lab.variants.model_config import ModelConfig, model_fields
 from kvshift.models.configuration import ShiftConfig
 
 _SAMPLED_ROWS = 256
-_PARTS = {"model", "optimizer", "data"}  # of the options, objects; a task run has no data
+_PARTS = {"model", "optimizer", "data"}  # options that are JSON objects; runs on tasks have no "data"
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where training begins: after which step, and from which checkpoint (None: from the start values)."""
+    """Where training starts: after which step, and from which checkpoint (None: from the initial weights)."""
 
     step: int
     checkpoint: str | None
 
 
 def check_folder(folder: RunFolder, options: dict[str, Any], extend: bool | None = None) -> bool:
-    """Check, before any data are read, that the folder is empty or holds this run; whether that is finished.
+    """Check that the folder is new or contains this run, before any data are read, and return True if it is finished.
 
     Args:
-        folder: of the run.
-        options: as JSON; what they leave open (None, "auto") is not known yet, and is compared in `start_or_resume`.
-        extend: whether a run of fewer steps may have had other learning rates; None: it must have as many steps.
+        folder: folder of the run.
+        options: options as JSON. Unresolved ones (None, "auto") are only compared in `start_or_resume`.
+        extend: whether a run with fewer steps may be extended even if its learning rates would have been different.
+            None: the number of steps must be the same.
     """
-    refuse_foreign(folder)
+    require_run_folder(folder)
     folder.clean()
     old = folder.read(folder.config)
-    if old is None:  # the run may have ended before it had begun
+    if old is None:  # an earlier process may have stopped before the run began
         remove_folder(folder.tokenizer)
         folder.environment.unlink(missing_ok=True)
         return False
@@ -63,9 +64,9 @@ def check_folder(folder: RunFolder, options: dict[str, Any], extend: bool | None
 
 
 def other_options(old: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """A line for each of the `options` that decides numbers and is another in `old`, those of a run that has begun.
+    """Return a line for each option that affects results and differs from `old`, the recorded options of a run.
 
-    What `options` leave open (None, "auto") the run has filled in: it is not compared.
+    Unresolved options (None, "auto") are not compared, because the recorded options contain their resolved values.
     """
     given = {name: value for name, value in options.items() if value not in (None, "auto")}
     known = {name: old.get(name) for name in given}
@@ -75,10 +76,10 @@ def other_options(old: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
     return differences(known, given)
 
 
-def refuse_foreign(folder: RunFolder) -> None:
-    """Raise a LabError for a folder that holds other things than a run; nothing is written.
+def require_run_folder(folder: RunFolder) -> None:
+    """Raise a LabError unless the folder is new, empty, or that of a run. Write nothing.
 
-    Before there is a config.json, a run has written its tokenizer and environment.json.
+    Hidden files are ignored, as are a tokenizer and environment.json, which a run writes before its config.json.
     """
     config = folder.read(folder.config)
     if config is not None:
@@ -108,16 +109,16 @@ def start_or_resume(
     extend: bool | None = None,
     overwrite: bool = False,
 ) -> Start:
-    """Record options and environment, or compare them with what is recorded and find the newest whole checkpoint.
+    """Record the options and the environment of a new run, or check those of a run to resume and find its checkpoint.
 
     Args:
-        folder: of the run, checked by `check_folder`.
-        options: as JSON, with nothing left open.
-        processes: of this run.
-        say: is told of each checkpoint that is set aside, and where the run resumes.
-        facts: of the data, as `data_facts` gives them, where the options do not say all of them.
+        folder: folder of the run, checked by `check_folder`.
+        options: all options as JSON, resolved.
+        processes: processes of the run.
+        say: reports each checkpoint that is set aside, and where the run resumes.
+        facts: facts about the data from `data_facts`, if the options do not determine the data.
         extend: as in `check_folder`.
-        overwrite: the run that the folder holds is removed.
+        overwrite: whether to remove the run in the folder first.
     """
     here = environment(processes.device, processes.count)
     if overwrite:
@@ -157,15 +158,15 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
 
 
 def resolved_model(config: ShiftConfig) -> dict[str, Any]:
-    """The fields of `ModelConfig` as the model has them; a late one that is off stays None, as the hash wants it."""
-    values = {name: getattr(config, name, None) for name in model_fields()}  # None: another family has no such field
+    """Return the fields of `ModelConfig` with the model's values. Late fields that are off are None, as in the hash."""
+    values = {name: getattr(config, name, None) for name in model_fields()}  # None: the family has no such field
     values |= {name: values[name] or None for name in option_names(ModelConfig, Meaning.LATE) & values.keys()}
     rope = getattr(config, "rope_parameters", None) or {}
     return {**values, "rope_theta": rope.get("rope_theta"), "shift_targets": list(config.shift_targets)}
 
 
 def data_facts(data: TextData) -> dict[str, Any]:
-    """What shows that data and tokenizer are still the same: numbers of sequences, and digests."""
+    """Return numbers of sequences and digests, by which a resumed run verifies that data and tokenizer are the same."""
     facts: dict[str, Any] = {
         "tokens": len(data.tokenizer),
         "tokenizer": _digest(data.tokenizer.backend_tokenizer.to_str()),
@@ -178,7 +179,7 @@ def data_facts(data: TextData) -> dict[str, Any]:
 
 
 def refuse_other_options(folder: RunFolder, old: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raise a LabError that names each of the `options` that is another in `old`, the config.json of the folder."""
+    """Raise a LabError that lists the `options` that differ from `old`, the folder's config.json, if there are any."""
     _refuse(folder, differences({name: old.get(name) for name in options}, options))
 
 
@@ -207,7 +208,7 @@ def _refuse_other_data(folder: RunFolder, old: dict[str, Any], new: dict[str, An
 
 
 def _sample(rows: Dataset) -> str:
-    """A digest over sequences at equal distances: all of them where they are few, quick where they are many."""
+    """Return a digest of at least `_SAMPLED_ROWS` equally spaced sequences, or of all if there are fewer."""
     chosen = range(0, len(rows), max(1, len(rows) // _SAMPLED_ROWS))
     return _digest(json.dumps(rows.select(chosen).with_format(None)["input_ids"][:]))
 

@@ -1,4 +1,4 @@
-"""What training left in a run folder, read back."""
+"""Reading finished runs from their folders."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Run:
     """A finished run.
 
     Attributes:
-        config: all options as JSON, with what they left open filled in.
-        environment: commit, versions, hardware, command line, when started.
-        metrics: the lines of metrics.jsonl: losses, evaluations, coefficients.
-        result: the final numbers.
+        folder: folder of the run.
+        config: all options as JSON, resolved.
+        environment: commit, versions, hardware, command line and start time.
+        metrics: records of metrics.jsonl: losses, evaluations, coefficients.
+        result: final results.
     """
 
     folder: Path
@@ -35,24 +36,24 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What tables and plots call the model."""
+        """Label of the model in tables and plots."""
         return label_of(self.config["model"])
 
     def options(self) -> TrainConfig:
-        """`config` as it was given to `kvshift train`, with nothing left open."""
-        from kvshift.lab.core.options import from_json  # brings the libraries that read data
-        from kvshift.lab.training.train_config import TrainConfig  # brings the libraries that read data
+        """Return `config` as a `TrainConfig`."""
+        from kvshift.lab.core.options import from_json  # imports the libraries that read data
+        from kvshift.lab.training.train_config import TrainConfig  # imports the libraries that read data
 
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         return from_json(TrainConfig, {name: value for name, value in self.config.items() if name in names})
 
     def series(self, kind: str, *fields: str) -> tuple[list[Any], ...]:
-        """The named fields of all lines of one kind, in order: `series("eval", "step", "loss")`."""
+        """Return the named fields of all records of one kind, in order, as in `series("eval", "step", "loss")`."""
         lines = [line for line in self.metrics if line["kind"] == kind]
         return tuple([line[field] for line in lines] for field in fields)
 
     def coefficients(self) -> list[dict[str, Any]]:
-        """The last learned coefficients: for each layer {"alpha": (heads, W), "beta": (heads, W)}, as lists."""
+        """Return each layer's final coefficients {"alpha": (heads, W), "beta": ..., "gamma": ...}, as nested lists."""
         lines = [line for line in self.metrics if line["kind"] == "coefficients"]
         latest = {line["layer"]: line for line in lines if line["step"] == lines[-1]["step"]}
         names = ("alpha", "beta", "gamma")
@@ -60,12 +61,12 @@ class Run:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether training ended there; `result.json` is written last of all."""
+    """Return True if the folder contains a finished run, whose last file is `result.json`."""
     return (folder / "result.json").is_file()
 
 
 def read_run(folder: Path) -> Run:
-    """Read a finished run; raises LabError where a file is missing or broken."""
+    """Read a finished run; raise a LabError if a file is missing or damaged."""
     if not is_finished(folder):
         raise LabError(f"{folder}: no finished run (it has no result.json)")
     return Run(

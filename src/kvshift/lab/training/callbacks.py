@@ -1,4 +1,4 @@
-"""What happens beside the training loop: lines of metrics and of progress, leaving when told to."""
+"""Trainer callbacks: recording metrics, showing progress, and stopping on a signal."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from kvshift.lab.variants.variant import shift_layers
 
 
 class InterruptedRunError(LabError):
-    """The process was told to end; the same command resumes where it stopped."""
+    """A signal ended the run; the same command resumes it where it stopped."""
 
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)
-        self.exit_code = 128 + number  # as a shell reports it
+        self.exit_code = 128 + number  # the exit code that a shell reports for this signal
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation has shown: a line of metrics.jsonl, the same in words, and a line of what probes found."""
+    """Results of one evaluation: a record for metrics.jsonl, a summary of it as text, and a record of the probes."""
 
     values: dict[str, Any]
     text: str
@@ -44,10 +44,10 @@ class Evaluation:
 
 
 class Schedule(TrainerCallback):
-    """Beyond the multiples that the options name: log at each checkpoint, and evaluate after the last step.
+    """Logs at each regular checkpoint, and evaluates and saves after the last step, besides the configured intervals.
 
-    With a line of metrics at each checkpoint, every mean over steps lies on one side of it, so that a run which is
-    continued from there writes the lines of one that never stopped.
+    Since metrics are logged at each of these checkpoints, no mean over steps extends across one. A resumed run
+    therefore writes the same lines as a run that was never interrupted.
     """
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -58,12 +58,12 @@ class Schedule(TrainerCallback):
 
 
 class GracefulStop(TrainerCallback):
-    """On SIGINT or SIGTERM, end after the step that is being computed, with a checkpoint.
+    """On SIGINT or SIGTERM, saves a checkpoint and ends training after the current step.
 
-    Nothing is logged for it: metrics.jsonl is to be that of a run which was never stopped.
+    It logs nothing, so that metrics.jsonl does not differ from that of an uninterrupted run.
 
     Attributes:
-        number: the signal on which the run ends, else 0; the same in all processes.
+        number: number of the signal on which the run ends, or 0. It is the same in all processes.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -72,7 +72,7 @@ class GracefulStop(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the two signals, while this lasts; a second one ends the process at once."""
+        """Handle the two signals within the context. A second signal ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -89,25 +89,25 @@ class GracefulStop(TrainerCallback):
         for each, handler in self._before.items():
             signal.signal(each, handler)
         name = signal.Signals(number).name
-        # Not `print`, which may be in the midst of another line.
+        # `print` is unsafe in a signal handler: it may interrupt another print in the middle of a line.
         if self._processes.is_main:
             os.write(2, f"\nkvshift: {name}: leaving after this step; a second one ends it at once\n".encode())
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.number = self._processes.most(self._heard)
+        self.number = self._processes.all_reduce_max(self._heard)
         if self.number:
             control.should_save = control.should_training_stop = True
 
 
 class Recorder(TrainerCallback):
-    """Writes metrics.jsonl: a line for each log, each evaluation, and with it what probes found and each layer's
-    coefficients.
+    """Writes metrics.jsonl: a line for each log and, for each evaluation, its results, those of the probes and the
+    coefficients of each layer.
 
-    Every process needs one, for coefficients may be sharded; only the first is given `metrics` to write to.
-    `evaluation` turns Trainer's metrics into what is written.
+    Every process needs a recorder, because the coefficients may be sharded; only the first process passes `metrics`,
+    to which the lines are written. `evaluation` converts Trainer's metrics to an `Evaluation`.
 
     Attributes:
-        step_seconds: mean over the steps of the last line.
+        step_seconds: mean time per step, over the steps of the last line of training metrics.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Recorder(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Since training began, evaluations and checkpoints included, pauses between continuations not."""
+        """Training time in seconds, with evaluations and checkpoints, without the time between stop and resumption."""
         return self._before + time.perf_counter() - self._start
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -175,8 +175,9 @@ class Recorder(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """Training loss, tokens per second and time left, as a bar or as lines; a bar or lines in long evaluations; a line
-    for each evaluation.
+    """Shows training loss, tokens per second and remaining time, the progress of long evaluations, and their results.
+
+    In a terminal, progress is a bar; elsewhere, it is a line from time to time.
     """
 
     def __init__(
@@ -187,13 +188,13 @@ class Progress(TrainerCallback):
         tokens_per_step: int,
         shown: bool,
     ) -> None:
-        """Without `shown` there are the lines of evaluations alone.
+        """Create the callback.
 
         Args:
-            recorder: knows how long steps take; told of each log before this callback is.
-            evaluation: turns Trainer's metrics into words.
-            tokens_per_step: of all processes together.
-            shown: see above.
+            recorder: measures the time per step. It must come before this callback in the Trainer's list.
+            evaluation: converts Trainer's metrics to text.
+            tokens_per_step: tokens per optimizer step, over all processes.
+            shown: whether to show progress. If False, only the results of evaluations are printed.
         """
         self._recorder, self._evaluation, self._tokens, self._shown = recorder, evaluation, tokens_per_step, shown
         self._bar: Any = None
@@ -245,7 +246,7 @@ class Progress(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Also after an error, so that its message stands on a line of its own."""
+        """Close the bars. After an error, this puts the error message on a separate line."""
         self._end_evaluation()
         if self._bar is not None:
             self._bar.close()
@@ -258,21 +259,21 @@ class Progress(TrainerCallback):
 
 @torch.no_grad()
 def coefficients(model: torch.nn.Module) -> list[dict[str, list[list[float]]]]:
-    """Of each layer that shifts anything: alpha (keys), beta (values), gamma (queries), each [head][lag].
+    """Return the coefficients of each layer with a shift: alpha (keys), beta (values), gamma (queries), as [head][lag].
 
-    Under FSDP all processes must call it.
+    With sharded parameters (FSDP), all processes must call this function.
     """
     names = {"k": "alpha", "v": "beta", "q": "gamma"}
     found = []
     for layer in shift_layers(model):
-        gathered = {name: whole(parameter) for name, parameter in layer.named_parameters(recurse=False)}
+        gathered = {name: gather_full(parameter) for name, parameter in layer.named_parameters(recurse=False)}
         values = torch.func.functional_call(_Coefficients(layer), {f"layer.{n}": p for n, p in gathered.items()}, ())
         found.append({names[target]: value.float().cpu().tolist() for target, value in values.items()})
     return found
 
 
 class _Coefficients(torch.nn.Module):
-    """`KVShift.coefficients` as a forward, to be called with other parameters than the module's own."""
+    """Wraps `KVShift.coefficients` as a `forward`, so that `functional_call` can replace the parameters."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -282,10 +283,11 @@ class _Coefficients(torch.nn.Module):
         return self.layer.coefficients()  # type: ignore[operator]
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """The tensor itself, or what all processes hold of it together; they must all call it.
+def gather_full(parameter: Tensor) -> Tensor:
+    """Return the full tensor, gathered from all processes if it is sharded; then all processes must call it.
 
-    Of DeepSpeed's ZeRO 1 and 2 it is what the optimizer updates, float32 where the model computes with bfloat16.
+    With DeepSpeed's ZeRO 1 and 2, return the master weights that the optimizer updates: they are float32 even if the
+    model computes in bfloat16.
     """
     if hasattr(parameter, "_hp_mapping"):
         from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]

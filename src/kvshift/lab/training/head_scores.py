@@ -1,39 +1,39 @@
-"""What each attention head does on sequences that repeat themselves: previous-token, duplicate-token, induction scores.
+"""Previous-token, duplicate-token and induction scores of attention heads, on sequences that repeat themselves.
 
 Shapes: B sequences, T positions, H query heads, G KV heads, W window of the shift.
 
-A sequence is `length` different random tokens, and then the same again. For the token at t in the second half let e be
-its earlier occurrence. A head without shift is a previous-token head where it attends to t - 1, a duplicate-token head
-where it attends to e, and an induction head where it attends to e + 1, the token that should now follow (Olsson et al.
-2022, section "Head activation evaluators").
+A sequence consists of `length` distinct random tokens followed by the same tokens again. For the token at t in the
+second half, let e be its earlier occurrence. A head without shift is a previous-token head if it attends to t - 1, a
+duplicate-token head if it attends to e, and an induction head if it attends to e + 1, the token that should now follow
+(Olsson et al. 2022, section "Head activation evaluators").
 
-With KV shift the position that is attended to is not the token that is read. Position s has the key a1 k[s] + a2 k[s-1]
-and the value b1 v[s] + b2 v[s-1]: attention to s *matches* the contents of s and s - 1, and *moves* those of s and
-s - 1. So, for the pure coefficients,
+With KV shift, a head that attends to a position does not read that token alone. Position s has the key
+a1 k[s] + a2 k[s-1] and the value b1 v[s] + b2 v[s-1]: attention to s *matches* the keys of s and s - 1, and *moves* the
+values of s and s - 1. For coefficients of 0 and 1 this gives:
 
     alpha   beta    attends to  matches  moves    what the head is
     (1, 0)  (1, 0)  e           e        e        duplicate-token head
-    (1, 0)  (1, 0)  e + 1       e + 1    e + 1    induction head, by what an earlier layer left at e + 1
+    (1, 0)  (1, 0)  e + 1       e + 1    e + 1    induction head, given what an earlier layer wrote at e + 1
     (0, 1)  (1, 0)  e + 1       e        e + 1    induction head in one layer (Theorem 3.3)
     (0, 1)  (0, 1)  e + 1       e        e        duplicate-token head
-    (1, 0)  (0, 1)  e           e        e - 1    head for what came before
-    (1, 0)  (0, 1)  e + 2       e + 2    e + 1    induction head, by what earlier layers left at e + 2
+    (1, 0)  (0, 1)  e           e        e - 1    head that reads the token before the earlier occurrence
+    (1, 0)  (0, 1)  e + 2       e + 2    e + 1    induction head, given what earlier layers wrote at e + 2
     any     (1, 0)  t - 1                t - 1    previous-token head
     any     (0, 1)  t                    t - 1    previous-token head that attends to its own position
 
-A head that attends to e never moves e + 1: the shift reaches back, and nothing at e knows what follows. An induction
-head attends to the token it moves or, with beta (0, 1), to the one after that; what it matches is that token or, with
-alpha (0, 1), the one before it.
+A head that attends to e never moves e + 1, because the shift only reads earlier tokens and nothing at e depends on what
+follows. An induction head attends to the token that it moves or, with beta (0, 1), to the token after it. It matches
+the token to which it attends or, with alpha (0, 1), the token before that.
 
-Real coefficients are mixtures. *Attention* scores are the plain probabilities; *matched* and *moved* scores spread them
-over the tokens that are read, each by its share |c_i| / sum_j |c_j| of the coefficients:
+Learned coefficients are mixtures. *Attention* scores are the attention probabilities; *matched* and *moved* scores
+distribute them over the tokens that are read, in proportion to the magnitudes |c_i| / sum_j |c_j| of the coefficients:
 
     matched[t, u] = sum_i share(alpha)_i A[t, u + i],    moved[t, u] = sum_j share(beta)_j A[t, u + j]
 
-They lie between 0 and 1, and without shift all three are the same. Signs are lost (a head with beta (0.34, -0.15) moves
-a difference), and so is how long the keys are and what they hold: `matched` says which contents could have drawn the
-attention, not which did. A shift of queries (QKV-shift) is not undone: e is that of the token at t, and a head that
-asks with the token before shows itself by matching e - 1.
+The scores lie between 0 and 1, and without shift all three are equal. They ignore the signs of coefficients (a head
+with beta (0.34, -0.15) moves a difference), and the norms and contents of keys: `matched` tells which tokens could have
+attracted the attention, not which did. A shift of queries (QKV-shift) is not taken into account: e is the earlier
+occurrence of the token at t, and a head whose query comes from the token before t matches e - 1.
 """
 
 from __future__ import annotations
@@ -52,20 +52,22 @@ from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.training.callbacks import coefficients
 from kvshift.lab.training.repeat_config import RepeatConfig
 
-_LENGTH = 64  # by default, where vocabulary and positions allow it
+_LENGTH = 64  # the default, if the vocabulary and the number of positions allow it
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadScores:
-    """Scores of one head, means over sequences and positions.
+    """Scores of one head, each a mean over sequences and positions.
 
     Attributes:
-        layer, head: from 0; `head` counts query heads.
-        attention: by position, the probability: "previous" is t - 1, for every t but the first; "earlier-1", "earlier",
-            "earlier+1" ... "earlier+W" are e - 1 ... e + W, for every t of the second half but its first.
-        matched, moved: the same after the shift of keys and of values is undone, as the module's docstring says.
-        alone: the part of the attention that both matches e and moves e + 1, so that no other layer is needed:
-            sum_i share(alpha)_i share(beta)_{i-1} A[t, e + i]; without shift 0.
+        layer, head: indices, from 0; `head` counts query heads.
+        attention: attention probability by position attended to: "previous" is t - 1, for every t except the first;
+            "earlier-1", "earlier", "earlier+1" ... "earlier+W" are e - 1 ... e + W, for every t in the second half
+            except its first.
+        matched, moved: the same for the tokens whose keys are matched and whose values are moved, as defined in the
+            module's docstring.
+        alone: part of the attention that both matches e and moves e + 1 and so needs no other layer:
+            sum_i share(alpha)_i share(beta)_{i-1} A[t, e + i]. It is 0 without shift.
     """
 
     layer: int
@@ -77,28 +79,29 @@ class HeadScores:
 
     @property
     def prefix_matching(self) -> float:
-        """Attention to e + 1, whatever is read there: the score by which Olsson et al. find induction heads."""
+        """Attention to e + 1, the score by which Olsson et al. identify induction heads; it ignores the shift."""
         return self.attention["earlier+1"]
 
     @property
     def scores(self) -> dict[str, float]:
-        """What is moved, under the usual names; what heads are ranked by."""
+        """The `moved` scores by which heads are ranked, under their usual names."""
         places = {"previous_token": "previous", "duplicate_token": "earlier", "induction": "earlier+1"}
         return {name: self.moved[place] for name, place in places.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What `measure_heads` found.
+    """Results of `measure_heads`.
 
     Attributes:
-        heads: every head, layer by layer.
-        coefficients: by layer, {"alpha": (G, W), "beta": (G, W)} as lists, of what the model shifts; empty: nothing.
-        window: W of its shift; 1: nothing is shifted.
-        length, rows: of the sequences.
-        uniform: "previous" and "earlier": the scores of a head that attends to all it sees alike.
-        behaviour: "first" and "second" half: the loss (nats) and accuracy of the model on all but the first token of
-            each. Only the second can be foretold.
+        heads: scores of all heads, layer by layer.
+        coefficients: for each layer, {"alpha": (G, W), "beta": (G, W)} as nested lists, with an entry for each shifted
+            tensor. Empty if the model has no shift.
+        window: window W of the model's shift; 1 if it has none.
+        length, rows: length N of a half, and number of sequences.
+        uniform: "previous" and "earlier" scores of a head with uniform attention.
+        behaviour: the model's loss (in nats) and accuracy on the "first" and the "second" half, each without its first
+            token. Only the second half is predictable.
     """
 
     heads: Sequence[HeadScores]
@@ -111,12 +114,14 @@ class Measured:
 
 
 def repeated_sequences(config: RepeatConfig, *, vocab_size: int, positions: int | None, window: int = 1) -> Tensor:
-    """The sequences, (config.rows, 2 length) or one longer with `begin`; the same bits for the same options.
+    """Return the sequences, (config.rows, 2 length), or one token longer with `begin`; equal arguments give equal ones.
 
     Args:
-        vocab_size: tokens that the model knows.
-        positions: that it can take, or None.
-        window: of its shift: sequences must be long enough to tell the positions apart that it reads.
+        config: options of the sequences.
+        vocab_size: vocabulary size of the model.
+        positions: maximum number of positions of the model. None: unlimited.
+        window: window of the model's shift. It bounds `length` from below, so that the positions that are scored
+            remain distinct.
     """
     config.check()
     first = config.lowest_token or 0
@@ -133,7 +138,7 @@ def repeated_sequences(config: RepeatConfig, *, vocab_size: int, positions: int 
     if positions is not None:
         longest = min(longest, (positions - (config.begin is not None)) // 2)
     length = min(_LENGTH, longest) if config.length is None else config.length
-    shortest = 2 * window + 2  # below it, what lies `window` behind e + window would be t itself
+    shortest = 2 * window + 2  # so that the positions around e that are scored, and their lags, lie before t - 1
     if not shortest <= length <= longest:
         raise LabError(
             f"length must be {shortest} to {longest} (the model takes {positions} positions, and there are "
@@ -147,9 +152,9 @@ def repeated_sequences(config: RepeatConfig, *, vocab_size: int, positions: int 
 
 
 def shares(coefficients: Any, heads: int) -> Tensor:
-    """Share of each lag in what a head reads, (H, W), from coefficients (G, W); without any, (H, 1) ones.
+    """Return the share of each lag for each query head, (H, W), given coefficients (G, W); for None, ones (H, 1).
 
-    share_i = |c_i| / sum_j |c_j|,    0 where all are 0
+    share_i = |c_i| / sum_j |c_j|,    0 if all coefficients are 0
     """
     if coefficients is None:
         return torch.ones(heads, 1)
@@ -161,13 +166,14 @@ def shares(coefficients: Any, heads: int) -> Tensor:
 def attention_scores(
     attention: Tensor, *, length: int, alpha: Any = None, beta: Any = None, layer: int = 0
 ) -> list[HeadScores]:
-    """Scores of the heads of one layer.
+    """Compute the scores of the heads of one layer.
 
     Args:
-        attention: (B, H, T, T) probabilities on sequences whose last `length` tokens are those before them.
-        length: N, tokens in the part that is repeated.
-        alpha, beta: (G, W) coefficients of keys and values; None: not shifted.
-        layer: its number.
+        attention: attention probabilities (B, H, T, T) on sequences whose last `length` tokens repeat the `length`
+            tokens before them.
+        length: number of tokens in the repeated part, N.
+        alpha, beta: coefficients (G, W) of keys and of values. None: not shifted.
+        layer: index of the layer.
     """
     heads, positions = attention.shape[1], attention.shape[-1]
     keys_HW, values_HW = shares(alpha, heads), shares(beta, heads)
@@ -177,8 +183,8 @@ def attention_scores(
             f"attention must be of at least 2 * length positions, and length at least {2 * window + 2}; "
             f"got {positions} positions and length {length}"
         )
-    second = positions - length + 1  # not `positions - length`, whose e - 1 may lie before the sequence
-    places = {"previous": (1, 1)}  # how far back, from which t on
+    second = positions - length + 1  # not `positions - length`, for which e - 1 may lie before the sequence
+    places = {"previous": (1, 1)}  # distance t - s to the position attended to, and first t
     for offset in range(-1, max(window, 2) + 1):
         places[f"earlier{offset:+d}" if offset else "earlier"] = (length - offset, second)
 
@@ -210,7 +216,7 @@ def attention_scores(
 
 
 def _mean_back(attention: Tensor, back: int, first: int) -> Tensor:
-    """Mean over sequences and t >= first of A[t, t - back], (H,); what lies ahead of t gets nothing."""
+    """Return the mean of A[t, t - back] over sequences and t >= first, (H,); it is 0 for positions after t."""
     if back < 0:
         return torch.zeros(attention.shape[1])
     values_BHt = attention.diagonal(-back, dim1=-2, dim2=-1)[..., first - back :]
@@ -219,9 +225,9 @@ def _mean_back(attention: Tensor, back: int, first: int) -> Tensor:
 
 @torch.no_grad()
 def measure_heads(model: Any, config: RepeatConfig) -> Measured:
-    """Score every head of a causal language model of transformers; attn_implementation must be "eager".
+    """Score every head of a causal language model of transformers, whose attn_implementation must be "eager".
 
-    Layers without shift count as vanilla ones, whatever the model. Its training or evaluation mode is left as it is.
+    Layers without shift are treated as vanilla attention. The model's training or evaluation mode is not changed.
     """
     _check_eager(model)
     shifts = coefficients(model)
@@ -238,7 +244,7 @@ def measure_heads(model: Any, config: RepeatConfig) -> Measured:
         hits.append((logits[:, :-1].argmax(-1) == targets).float().cpu())
         sizes.append(len(part))
     loss, hit = torch.cat(losses), torch.cat(hits)
-    halves = {"first": slice(-2 * length + 1, -length), "second": slice(1 - length, None)}  # of the targets
+    halves = {"first": slice(-2 * length + 1, -length), "second": slice(1 - length, None)}  # slices of the targets
     positions = ids.shape[1]
     return Measured(
         heads=[_mean(scores, sizes) for scores in zip(*batches, strict=True)],
@@ -258,7 +264,7 @@ def measure_heads(model: Any, config: RepeatConfig) -> Measured:
 
 
 def sequences_for(model: Any, config: RepeatConfig, window: int = 1) -> Tensor:
-    """`repeated_sequences` of the model's tokens, as long as it has positions."""
+    """Return `repeated_sequences` for a model's vocabulary and number of positions."""
     text = model.config.get_text_config()
     vocab_size = model.get_input_embeddings().num_embeddings
     positions = getattr(text, "max_position_embeddings", None)
@@ -267,7 +273,7 @@ def sequences_for(model: Any, config: RepeatConfig, window: int = 1) -> Tensor:
 
 @torch.no_grad()
 def attention_maps(model: Any, ids: Sequence[int] | Tensor, heads: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """What heads, given as (layer, head), attend to on one sequence: probabilities (T, T), query down, key across."""
+    """Return the attention probabilities [query, key], (T, T), of each (layer, head) in `heads` on one sequence."""
     _check_eager(model)
     _, attentions = _run(model, torch.as_tensor(ids).reshape(1, -1))
     return [attentions[layer][0, head].float().cpu() for layer, head in heads]
@@ -294,7 +300,7 @@ def _by_layer(attentions: Sequence[Tensor], shifts: Sequence[Mapping[str, Any]],
 
 
 def _mean(scores: Sequence[HeadScores], rows: Sequence[int]) -> HeadScores:
-    """Of one head over batches of so many sequences."""
+    """Average the scores of one head over batches, weighted by their numbers of sequences `rows`."""
 
     def over(kind: str) -> dict[str, float]:
         places = getattr(scores[0], kind)

@@ -1,4 +1,4 @@
-"""What every run optimizes with: AdamW over the groups of `kvshift.param_groups`."""
+"""The optimizer of all training runs: AdamW with the parameter groups of `kvshift.param_groups`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvshift.lab.variants.variant import shift_layers
 
 
 def adamw(model: nn.Module, options: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW for `model`, whose coefficients with the constraint "clamp" are clamped after each of its steps."""
-    # Under tensor parallelism some parameters are divided and some are not, which PyTorch cannot update in one call.
+    """Create AdamW for `model`; coefficients with the constraint "clamp" are clamped after each optimizer step."""
+    # Under tensor parallelism some parameters are DTensors and some are not. PyTorch cannot update both in one call.
     mixed = len({isinstance(parameter, DTensor) for parameter in model.parameters()}) > 1
     groups = param_groups(
         model,
@@ -37,6 +37,6 @@ def adamw(model: nn.Module, options: OptimizerConfig, device: torch.device) -> t
 
 
 def recompute_activations(model: Any) -> None:
-    """Turn on gradient checkpointing, by the name of transformers 5.23 or that of before, of which 5.23 warns."""
+    """Enable gradient checkpointing, with the method of transformers 5.23 or the older one, which it deprecates."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()

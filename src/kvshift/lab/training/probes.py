@@ -1,19 +1,19 @@
-"""Probes of training: at each evaluation, whether the model copies; `docs/probes.md` says how to read them.
+"""Probes, which measure at each evaluation whether the model copies; `docs/probes.md` explains how to read them.
 
-*Heads*: the scores of `kvshift analyze` on sequences of different random tokens that come twice, and the loss on the
-second half; see `kvshift.lab.training.head_scores`.
+*Heads*: the scores of `kvshift analyze` on sequences of distinct random tokens that are repeated once, and the loss on
+the second half; see `kvshift.lab.training.head_scores`.
 
-*Targets*: the validation loss by kind of target. A token y follows a token x at position t of what x can see: its row,
-or, where documents are kept apart, its document in the row. The target y is
+*Targets*: the validation loss by kind of target. Let the target y follow the token x, at position t of its context: the
+row or, if attention is confined to documents, the document. The kind of y is
 
-    pair_seen      where x was followed by y before: an induction head can answer it
-    token_seen     where x was there before, but never followed by y: an induction head answers with another token
-    neither        where x was not there before
+    pair_seen      if x was followed by y before: an induction head can predict y
+    token_seen     if x occurred before, but was never followed by y: an induction head predicts another token
+    neither        if x did not occur before
 
-of the positions t >= 64 (from 0), before which little can have been seen. *Positions*: the mean loss at t = 499 minus
-that at t = 49, the "in-context learning score" of Olsson et al. (2022).
+Only positions t >= 64 (from 0) count, as little has occurred before them. *Positions*: the mean loss at t = 499 minus
+the mean loss at t = 49, the "in-context learning score" of Olsson et al. (2022).
 
-Shapes: B sequences, T positions, C columns: all targets, one for each kind, t = 49, t = 499.
+Shapes: B sequences, T positions, C columns: all targets, each of the three kinds, t = 49, t = 499.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _REPEATS = RepeatConfig(rows=16, batch_size=16)
 
 
 def kinds_of_targets(input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Of each target but the first token of a row, the number of its kind in `KINDS`, (B, T - 1) int64.
+    """Return the index in `KINDS` of each target, (B, T - 1) int64. The first token of a row is no target.
 
     Args:
-        input_ids: (B, T).
-        position_ids: (B, T), which are 0 where a document starts; None: a row is one document.
+        input_ids: token ids, (B, T).
+        position_ids: positions, (B, T), which are 0 at the start of each document. None: each row is one document.
     """
     tokens = int(input_ids.max()) + 1
     first, second = input_ids[:, :-1].long(), input_ids[:, 1:].long()
@@ -54,19 +54,19 @@ def kinds_of_targets(input_ids: Tensor, position_ids: Tensor | None = None) -> T
 
 
 def _seen_before(numbers_BT: Tensor) -> Tensor:
-    """Whether each number stands in its row before, (B, T)."""
+    """Return whether each number occurs earlier in its row, (B, T) bool."""
     ordered, places = numbers_BT.sort(dim=1, stable=True)
     again = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
     return torch.zeros_like(again).scatter(1, places, again)
 
 
 def probe_targets(losses: Tensor, labels: Tensor, input_ids: Tensor, position_ids: Tensor | None) -> list[Tensor]:
-    """The sum of the losses in each column, (B, C) float64, and how many they are, (B, C) int64.
+    """Return the sum of the losses in each column, (B, C) float64, and their number, (B, C) int64.
 
     Args:
-        losses: (B, T - 1) of every label but the first; 0 where there is none.
-        labels: (B, T); -100 is no label.
-        input_ids, position_ids: (B, T); see `kinds_of_targets`.
+        losses: loss of each label except the first, (B, T - 1); 0 where there is no label.
+        labels: labels, (B, T); -100 marks a position without label.
+        input_ids, position_ids: as in `kinds_of_targets`, (B, T).
     """
     position = torch.arange(losses.shape[1], device=losses.device) if position_ids is None else position_ids[:, :-1]
     kinds = torch.where(position >= _FROM, kinds_of_targets(input_ids, position_ids), -1)
@@ -80,12 +80,12 @@ def probe_targets(losses: Tensor, labels: Tensor, input_ids: Tensor, position_id
 
 
 def summarize_targets(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-    """Mean losses by name, "loss_pair_seen" ..., the share of each kind, and "late_minus_early".
+    """Return mean loss and share of each kind, "loss_pair_seen", "share_pair_seen" ..., and "late_minus_early".
 
-    What no target is of has no loss: its name is left out.
+    Means over no targets are left out.
 
     Args:
-        sums, counts: (B, C) of all sequences, as `probe_targets` gives them.
+        sums, counts: results of `probe_targets` for all sequences, (B, C).
     """
     names = ("all", *KINDS, "early", "late")
     count = dict(zip(names, counts.sum(axis=0).tolist(), strict=True))
@@ -101,12 +101,12 @@ def summarize_targets(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
 
 @torch.no_grad()
 def probe_heads(model: Any, config: RepeatConfig = _REPEATS) -> dict[str, Any]:
-    """What the heads do on repeated random tokens; the model is left as it was.
+    """Score all heads on repeated random tokens, and restore the model's modes and attention implementation.
 
     Returns:
-        "heads": of each, "layer", "head", "prefix_matching" (the attention to the token after the earlier occurrence),
-        "previous_token", "duplicate_token" and "induction" (what is moved: see `HeadScores.scores`); "repeat_loss" in
-        nats and "repeat_accuracy" on the second half; and of each of the four scores the highest of all heads.
+        "heads": for each head, "layer", "head", "prefix_matching" (attention to the token after the earlier
+        occurrence), "previous_token", "duplicate_token" and "induction" (see `HeadScores.scores`); the maximum over
+        heads of each of the four scores; "repeat_loss" in nats and "repeat_accuracy" on the second half.
     """
     with _in_eager_evaluation(model):
         measured = measure_heads(model, config)
@@ -132,7 +132,7 @@ def check_probes(model: Any) -> None:
 
 @contextmanager
 def _in_eager_evaluation(model: Any) -> Iterator[None]:
-    """Attention that gives its probabilities, and no dropout; afterwards all is as before."""
+    """Use eager attention, which returns its probabilities, and evaluation mode; restore both at the end."""
     modes = [(module, module.training) for module in model.modules()]
     attention = model.config._attn_implementation
     model.eval()

@@ -1,4 +1,4 @@
-"""Options of the sequences on which heads are scored."""
+"""Options of the repeated sequences on which attention heads are scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run does, whatever it learns from: open its folder, train until told to stop, save its model."""
+"""The parts of a run that text and tasks share: opening the run folder, training, and saving the model."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from kvshift.lab.core.messages import say
 from kvshift.lab.runs.folder import Metrics, RunFolder
 from kvshift.lab.runs.overwriting import refuse_what_is_no_run
 from kvshift.lab.runs.processes import PATIENCE, Processes
-from kvshift.lab.runs.resume import Start, check_folder, refuse_foreign
-from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, whole
+from kvshift.lab.runs.resume import Start, check_folder, require_run_folder
+from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, gather_full
 from kvshift.lab.training.tensor_parallel import check_tensor_parallel, parallelism_size
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
 from kvshift.lab.training.trainer import RunTrainer
 from kvshift.lab.variants.building import declare_plain_llama
 
-# What a disk says that is full or fails.
+# Errors of a disk that is full, over quota, read-only or failing, and of a file that is too large.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: dict[str, Any]) -> bool:
-    """Check the options and hold the folder until `stack` is closed; whether the run in it is finished.
+    """Check the options, lock the folder until `stack` is closed, and return True if it holds this run, finished.
 
     Args:
-        stack: of the run.
-        folder: of the run.
-        config: checked here.
-        options: the same as JSON, for the folder.
+        stack: exit stack of the run.
+        folder: folder of the run.
+        config: options of the run.
+        options: `config` as JSON, to compare with the folder's config.json.
     """
     config.check()
     require_whole_sequences()
@@ -53,7 +53,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
     for name in config.report_to:
         if name not in (known := get_available_reporting_integrations()):
             raise LabError(f"report_to names {name!r}; trackers installed here: {', '.join(known) or 'none'}")
-    refuse_foreign(folder)  # before a lock is left in it
+    require_run_folder(folder)  # before the lock file is created in it
     stack.enter_context(folder.locked())
     if isinstance(config, TrainConfig):
         if config.overwrite and folder.config.exists():
@@ -64,7 +64,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
 
 
 def require_whole_sequences() -> None:
-    """Raise a LabError where accelerate was told to give each process a part of every sequence."""
+    """Raise a LabError if accelerate is configured to split sequences across processes."""
     for name, kind in (("cp", "context parallelism"), ("sp", "Ulysses sequence parallelism")):
         size = parallelism_size(name)
         if size != 1:
@@ -77,12 +77,12 @@ def require_whole_sequences() -> None:
 
 
 def fsdp_is_ignored(trainer: RunTrainer) -> bool:
-    """Whether accelerate was told to use FSDP and does not, as on a CPU."""
+    """Return True if accelerate is configured to use FSDP but does not, for example on a CPU."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not trainer.is_fsdp_enabled
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
-    """The fields that the options may leave to the machine or to other fields, as they come out here."""
+    """Return the values of the fields whose defaults depend on the machine or on other fields."""
     cpu = on_cpu(config)
     bf16 = (not cpu and torch.cuda.is_bf16_supported()) if config.bf16 == "auto" else config.bf16 == "yes"
     return {
@@ -93,17 +93,17 @@ def resolved(config: RunConfig) -> dict[str, Any]:
 
 
 def on_cpu(config: RunConfig) -> bool:
-    """Whether the run takes place on the CPU."""
+    """Return True if the run uses the CPU."""
     return config.device == "cpu" or not torch.cuda.is_available()
 
 
 @contextmanager
-def surviving(config: RunConfig, way_out: str) -> Iterator[None]:
-    """Say of an interruption, and of memory that runs out, what the user may do.
+def friendly_errors(config: RunConfig, way_out: str) -> Iterator[None]:
+    """Convert interruptions, out-of-memory errors and disk errors to a LabError that tells the user what to do.
 
     Args:
-        config: of the run.
-        way_out: what keeps the numbers of the run and takes less memory.
+        config: options of the run.
+        way_out: advice on how to use less memory without changing the results of the run.
     """
     try:
         yield
@@ -111,11 +111,11 @@ def surviving(config: RunConfig, way_out: str) -> Iterator[None]:
         raise InterruptedRunError(f"interrupted; the same command resumes from what {config.out} holds") from None
     except torch.OutOfMemoryError as error:
         raise RunFailedError(f"out of memory: {error}. {way_out}") from error
-    except RuntimeError as error:  # PyTorch has no class of its own for the memory of the CPU
+    except RuntimeError as error:  # PyTorch has no separate class for running out of CPU memory
         if "can't allocate memory" not in str(error) and "Storage size calculation overflowed" not in str(error):
             raise
         raise RunFailedError(f"out of memory: {error}. {way_out}") from error
-    except OSError as error:  # of what writes beside the checkpoints, such as TensorBoard
+    except OSError as error:  # from writers other than the checkpoints', such as TensorBoard's
         if error.errno not in _DISK:
             raise
         free = shutil.disk_usage(config.out).free
@@ -126,12 +126,12 @@ def surviving(config: RunConfig, way_out: str) -> Iterator[None]:
 
 
 def training_arguments(config: RunConfig, *, accumulation: int, batch_size: int) -> TrainingArguments:
-    """The options in transformers' words.
+    """Convert the options to transformers' `TrainingArguments`.
 
     Args:
-        config: of the run, with nothing left open.
-        accumulation: forward passes in one optimizer step.
-        batch_size: items of the data set in one forward pass.
+        config: options of the run, all resolved.
+        accumulation: number of forward passes per optimizer step.
+        batch_size: number of items of the data set per forward pass.
     """
     optimizer = config.optimizer
     schedule, details = {
@@ -147,7 +147,7 @@ def training_arguments(config: RunConfig, *, accumulation: int, batch_size: int)
         ),
     }[optimizer.schedule]
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    # transformers 5.23 has renamed it, and warns of the older name.
+    # transformers 5.23 renamed this argument, and warns about the old name.
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     switches: dict[str, Any] = {checkpointing: config.gradient_checkpointing}
     arguments = TrainingArguments(
@@ -198,11 +198,11 @@ def attach(
     start: Start,
     *,
     tokens_per_step: int,
-    narrated: bool = True,
+    log_evaluations: bool = True,
 ) -> tuple[Recorder, GracefulStop]:
-    """Give the trainer its callbacks; what they hold open is closed with `stack`, also after an error.
+    """Add the callbacks to the trainer; closing `stack`, also after an error, closes their files.
 
-    `narrated`: each evaluation is told on stderr.
+    If `log_evaluations`, the result of each evaluation is printed to stderr.
     """
     metrics = Metrics(folder.metrics, up_to_step=start.step, say=say) if processes.is_main else None
     recorder, graceful_stop = Recorder(metrics, tokens_per_step, trainer.evaluation), GracefulStop(processes)
@@ -214,7 +214,7 @@ def attach(
     if metrics is not None:
         stack.callback(metrics.close)
         trainer.before_save(metrics.sync)
-        if narrated:
+        if log_evaluations:
             progress = Progress(recorder, trainer.evaluation, tokens_per_step=tokens_per_step, shown=config.progress)
             stack.callback(progress.close)
             trainer.add_callback(progress)
@@ -227,7 +227,7 @@ def attach(
 
 @contextmanager
 def _wandb_in(folder: RunFolder) -> Iterator[None]:
-    """Weights & Biases writes into OUT/wandb, unless WANDB_DIR names another folder or a run is open already."""
+    """Have Weights & Biases write to OUT/wandb, unless WANDB_DIR is set or a run of it is already active."""
     import wandb  # pyright: ignore[reportMissingImports]
 
     if wandb.run is not None:
@@ -246,11 +246,11 @@ def _wandb_in(folder: RunFolder) -> Iterator[None]:
 
 
 def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
-    """TensorBoard's writer; it is closed with `stack`, where a disk that is still full hides no earlier error."""
+    """Return TensorBoard's writer. Closing `stack` closes it, ignoring OSErrors so that they hide no earlier error."""
     from torch.utils.tensorboard import SummaryWriter
 
     def show(failure: threading.ExceptHookArgs) -> None:
-        # The writer's thread hands its error to the one that writes next.
+        # The writer's thread also raises its error in the next call that writes, so it need not be printed here.
         if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard.")):
             before(failure)
 
@@ -268,14 +268,14 @@ def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
 def fit(
     trainer: RunTrainer, recorder: Recorder, graceful_stop: GracefulStop, start: Start, processes: Processes
 ) -> float:
-    """Train to the last step; returns the seconds that this took, pauses between continuations not counted.
+    """Train to the last step and return the training time in seconds, without pauses between stops and resumptions.
 
     Raises:
-        InterruptedRunError: a signal came, and a checkpoint is written.
+        InterruptedRunError: a signal arrived; a checkpoint was written.
     """
     if (checkpoint := start.checkpoint) is not None:
         processes.main_first(lambda: require_readable(Path(checkpoint), trainer, processes.count))
-        trainer.continue_mean(checkpoint)
+        trainer.restore_running_loss(checkpoint)
     with graceful_stop.listening():
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
@@ -286,20 +286,20 @@ def fit(
             f"left after step {step}; checkpoint-{step} is whole: the same command resumes", graceful_stop.number
         )
     seconds = recorder.seconds
-    if not trainer.evaluated:  # interrupted between the last checkpoint and the end
+    if not trainer.evaluated:  # the run was interrupted between its last checkpoint and its end
         trainer.remove_callback(recorder)
-        trainer.remove_callback(TensorBoardCallback)  # closed by now, it would open another writer in OUT/runs
+        trainer.remove_callback(TensorBoardCallback)  # already closed; it would open a new writer in OUT/runs
         trainer.evaluate()
     return seconds
 
 
 def require_readable(checkpoint: Path, trainer: RunTrainer, processes: int) -> None:
-    """Raise a LabError for a checkpoint whose optimizer state this run cannot read.
+    """Raise a LabError if this run cannot read the optimizer state of a checkpoint.
 
     Args:
-        checkpoint: to resume from.
-        trainer: of the run.
-        processes: number of them.
+        checkpoint: checkpoint to resume from.
+        trainer: trainer of the run.
+        processes: number of processes.
     """
     parts = [*checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt")]
     saved = _sharding(bool(parts), any(checkpoint.glob("pytorch_model_fsdp*")))
@@ -320,24 +320,24 @@ def _sharding(deepspeed: bool, fsdp: bool) -> str:
 def save_model(
     trainer: RunTrainer, folder: RunFolder, processes: Processes, beside: Callable[[Path], object] = lambda part: None
 ) -> None:
-    """Write the final model under another name first: `model` is whole or not there.
+    """Write the final model to a temporary folder and rename that to OUT/model, which is thus complete or absent.
 
     Args:
-        trainer: whose model it is.
-        folder: of the run.
-        processes: of the run; all of them must come here.
-        beside: writes into the folder it is given what belongs beside the model, in the first process.
+        trainer: trainer whose model is saved.
+        folder: folder of the run.
+        processes: processes of the run, all of which must call this function.
+        beside: called with the temporary folder in the first process, to add files such as the tokenizer.
     """
     part, former = folder.path / ".model.part", folder.path / ".model.former"
     problem = None
     try:
         if processes.is_main:
             remove_folder(part)
-        if trainer.is_fsdp_enabled:  # also where checkpoints are sharded, which `save_model` leaves out
+        if trainer.is_fsdp_enabled:  # `trainer.save_model` writes nothing if checkpoints are sharded
             model = cast(PreTrainedModel, trainer.model)
             state = {}
-            for name, tensor in model.state_dict().items():  # one after the other: all at once may not fit a GPU
-                gathered = whole(tensor)
+            for name, tensor in model.state_dict().items():  # one at a time: the whole model may not fit on a GPU
+                gathered = gather_full(tensor)
                 if processes.is_main:
                     state[name] = gathered.cpu()
             if processes.is_main:
@@ -345,10 +345,10 @@ def save_model(
         else:
             trainer.save_model(str(part))
         if processes.is_main:
-            (part / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs
+            (part / "training_args.bin").unlink(missing_ok=True)  # a pickle that is not needed
             declare_plain_llama(part)
             beside(part)
-            if folder.model.exists():  # a whole one is not removed before the other stands in its place
+            if folder.model.exists():  # a complete model is only removed once the new one has replaced it
                 remove_folder(former)
                 folder.model.rename(former)
             part.rename(folder.model)
@@ -364,7 +364,7 @@ def save_model(
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Of the GPU, what tensors took at most; on a CPU, of the whole process since its start. In bytes."""
+    """Return the peak memory in bytes: of tensors on a GPU; of the process on a CPU, or None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,4 +1,4 @@
-"""transformers' Trainer on a synthetic task: accuracy slice by slice, and a stop once the task is learned."""
+"""transformers' Trainer for synthetic tasks: accuracy by slice, and early stopping once the task is learned."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvshift.lab.training.trainer import RunTrainer
 
 
 class TaskTrainer(RunTrainer):
-    """Trains on a stream of batches, an item of which is a whole batch.
+    """Trains on a synthetic task. Each item of the training data set is a whole batch.
 
     Attributes:
-        scores: of the last evaluation; see `score`.
+        scores: results of the last evaluation, as returned by `score`, or None before it.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class TaskTrainer(RunTrainer):
             config,
             processes,
             train_dataset=train,
-            eval_dataset=evaluation,  # Trainer asks for one; `evaluate` reads the batches itself
-            data_collator=partial(concatenate, fields=("input_ids", "labels")),  # the loss knows of no slices
+            eval_dataset=evaluation,  # required by Trainer; `evaluate` iterates over the batches itself
+            data_collator=partial(concatenate, fields=("input_ids", "labels")),  # the loss does not use the slices
         )
 
     @property
@@ -57,13 +57,13 @@ class TaskTrainer(RunTrainer):
         return self.scores is not None
 
     def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
-        """Loss, and accuracy by slice."""
+        """Return the loss and the accuracy by slice."""
         found = ", ".join(f"{name} {value:.3f}" for name, value in metrics["accuracy"].items() if value is not None)
         values = {name: metrics[name] for name in ("loss", "accuracy", "rows")}
         return Evaluation(values, f"validation loss {metrics['loss']:.4f}, accuracy: {found}")
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Score the evaluation batches, and tell the callbacks."""
+        """Score the evaluation batches, log the results and run the callbacks."""
         batches = counted(self._batches, "evaluation", "batches", shown=self._config.progress)
         self.scores = score(self.model, batches, self._task.slice_names, self.args.device, dropout=self._dropout)
         self._require_finite_loss(math.isfinite(self.scores["loss"]))
@@ -80,18 +80,18 @@ class TaskTrainer(RunTrainer):
 def score(
     model: Any, batches: Iterable[Batch], slice_names: Sequence[str], device: torch.device, *, dropout: bool = False
 ) -> dict[str, Any]:
-    """Loss and accuracy of a causal language model.
+    """Compute the loss and the accuracy of a causal language model.
 
     Args:
-        model: from input_ids to `.logits`.
-        batches: to be scored.
-        slice_names: of the task.
-        device: of the model.
-        dropout: leave it on, as the code behind the published errors of hop-k did.
+        model: a model that takes `input_ids` and returns `.logits`.
+        batches: batches to score.
+        slice_names: names of the task's slices.
+        device: device of the model.
+        dropout: whether to leave dropout on, as the code behind the published errors on hop-k did.
 
     Returns:
-        "loss", mean over all labels, in nats; "accuracy" by slice, None where a slice has no answers; "answers",
-        their number by slice; "rows".
+        "loss", the mean over all labels, in nats; "accuracy" by slice, None for a slice without answers; "answers",
+        their number by slice; and "rows", the number of sequences.
     """
     count = len(slice_names)
     right, answers = torch.zeros(count, dtype=torch.long), torch.zeros(count, dtype=torch.long)
@@ -118,10 +118,10 @@ def score(
 
 
 class EarlyStopping(TrainerCallback):
-    """Ends training once the accuracy in one slice has been high in several evaluations in a row."""
+    """Ends training once the accuracy on one slice has reached `level` in `evaluations` evaluations in a row."""
 
     def __init__(self, slice_name: str, level: float, evaluations: int, before: Iterable[float | None] = ()) -> None:
-        """Begin with the accuracies `before`, of the evaluations up to the checkpoint that a run resumes from."""
+        """Create the callback; `before` are the accuracies up to the checkpoint from which the run resumes."""
         self._slice, self._level, self._wanted = slice_name, level, evaluations
         self._count = 0
         for accuracy in before:
@@ -129,7 +129,7 @@ class EarlyStopping(TrainerCallback):
 
     @property
     def reached(self) -> bool:
-        """Whether training is to end."""
+        """True once training should end."""
         return self._count >= self._wanted
 
     def _add(self, accuracy: float | None) -> None:

@@ -1,8 +1,8 @@
-"""One training run on a synthetic task, in a folder like that of `kvshift train`.
+"""Training runs on a synthetic task, whose folders have the layout of `kvshift train` but no tokenizer.
 
-OUT/metrics.jsonl has lines of the kind "train" (loss, learning rate), "eval" (loss, accuracy by slice) and
-"coefficients"; OUT/result.json the last evaluation, the answers to the task's questions where it has any, and what the
-run took. There is no tokenizer.
+OUT/metrics.jsonl contains lines of the kinds "train" (loss, learning rate), "eval" (loss, accuracy by slice) and
+"coefficients". OUT/result.json contains the last evaluation, the scores on the task's questions, if it has any, and the
+time and memory that the run took.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from kvshift.lab.training.answers import ask
 from kvshift.lab.training.running import (
     attach,
     fit,
+    friendly_errors,
     on_cpu,
     open_run,
     peak_memory,
     resolved,
     save_model,
-    surviving,
     training_arguments,
 )
 from kvshift.lab.training.task_trainer import EarlyStopping, TaskTrainer, score
@@ -62,37 +62,37 @@ from kvshift.lab.variants.small_gpt2 import GPT2Options
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTrainConfig(RunConfig):
-    """One run. The same call, given again, continues a run that was stopped.
+    """Options of a training run on a task. Repeating the same call resumes an interrupted run.
 
-    Training draws new sequences at every step. Evaluation sequences have a fixed seed of their own, the same for all
-    runs.
+    Training draws new sequences at every step. The evaluation sequences have a separate, fixed seed and are the same
+    for all runs.
     """
 
     out: Path = field(default=Path(), metadata=MACHINE)
-    """Folder of the run; made where it is missing. A recipe fills it in."""
+    """Folder of the run; created if missing. Recipes fill it in."""
     task: TaskConfig
-    """What is learned: the config of a class in `kvshift.lab.tasks`."""
+    """Config of the task to learn, a class in `kvshift.lab.tasks`."""
     model: ModelConfig | GPT2Options | EncoderOptions = field(default_factory=ModelConfig)
-    """What learns it. The vocabulary is the task's."""
+    """Model to train. Its vocabulary is that of the task."""
     accumulation: int = 1
-    """Forward passes of `batch_size` sequences in one optimizer step."""
+    """Number of forward passes, each of `batch_size` sequences, per optimizer step."""
     eval_rows: int | None = 2048
-    """Sequences of an evaluation; None, for a task with an end: all there are."""
+    """Number of sequences in an evaluation. Give None for a task with finitely many, which always uses all of them."""
     final_eval_rows: int | None = None
-    """Sequences of the evaluation that goes into the result; None: those of the last evaluation."""
+    """Number of sequences in a final evaluation, for the result. None: the result is the last regular evaluation."""
     eval_batch_size: int | None = None
-    """Sequences scored at a time, and questions asked; None: batch_size."""
+    """Number of sequences scored, or questions answered, at a time. None: batch_size."""
     dropout_at_eval: bool = False
     """Leave dropout on in evaluations."""
     questions: int = 0
-    """Questions asked at the end, of a task whose answers are whole texts."""
+    """Number of questions to answer after training, for tasks that have them (`QuestionTask`)."""
     stop_at: float | None = None
-    """End training once the accuracy in the task's first slice has been this high in `stop_after` evaluations in a
-    row; None: always train `steps`."""
+    """End training once the accuracy on the task's first slice has reached this value in `stop_after` evaluations in a
+    row. None: always train `steps` steps."""
     stop_after: int = 3
-    """See `stop_at`."""
+    """Number of evaluations in a row for `stop_at`."""
     progress: bool = field(default=False, metadata=MACHINE)
-    """Tell on stderr how far training is, and each evaluation; several runs at a time would mingle."""
+    """Show progress and evaluations on stderr. The output of concurrent runs would be interleaved."""
     save_every: int = 1000
     report_to: tuple[str, ...] = field(default=(), metadata=MACHINE)
     log_every: int = 50
@@ -113,7 +113,7 @@ class TaskTrainConfig(RunConfig):
 
 
 def task_options(config: TaskTrainConfig) -> dict[str, Any]:
-    """The options as JSON; the kinds of task and model have names of their own there."""
+    """Return the options as JSON, with the name of the task and the family of the model."""
     options = to_json(config)
     options["task"] = {"name": task_name(config.task), **options["task"]}
     options["model"] = {"family": config.model.family, **options["model"]}
@@ -121,36 +121,36 @@ def task_options(config: TaskTrainConfig) -> dict[str, Any]:
 
 
 def task_of(options: Mapping[str, Any]) -> Task:
-    """The task of a run, from what `task_options` wrote of it."""
+    """Return the task of a run, given its options as JSON (`task_options`)."""
     values = dict(options["task"])
     return make_task(from_json(config_class(values.pop("name")), values))
 
 
 def evaluation_of(options: Mapping[str, Any]) -> list[Batch]:
-    """The sequences that a run is evaluated on, from what `task_options` wrote of it."""
+    """Return the evaluation batches of a run, given its options as JSON (`task_options`)."""
     return _evaluation_batches(
         task_of(options), options["eval_rows"], options["eval_batch_size"] or options["batch_size"]
     )
 
 
 def train_task(config: TaskTrainConfig) -> dict[str, Any]:
-    """Train, or resume where the same call was interrupted; a finished run is left as it is.
+    """Train a model on a task, or resume an interrupted run. A finished run is not changed.
 
     Returns:
-        What OUT/result.json holds.
+        The contents of OUT/result.json.
 
     Raises:
-        LabError: options or folder are not fit (exit code 2), or the folder is in use (4).
-        RunFailedError: a number is not finite, or the disk is full (3).
-        InterruptedRunError: SIGINT or SIGTERM came (128 + its number).
+        LabError: an option or the folder is invalid (exit code 2), or the folder is in use (4).
+        RunFailedError: a loss, gradient or logit is not finite, or memory or disk space ran out (3).
+        InterruptedRunError: the run was ended by SIGINT or SIGTERM (128 + signal number).
     """
     config = dataclasses.replace(config, model=resolve_variant(config.model))
     folder = RunFolder(config.out)
-    disable_progress_bar()  # transformers' own, for every file that it writes
+    disable_progress_bar()  # which transformers shows for every file that it writes
     smaller = (
         f"Give a smaller batch_size (now {config.batch_size}) with a larger accumulation (now {config.accumulation})"
     )
-    with surviving(config, smaller), ExitStack() as stack:
+    with friendly_errors(config, smaller), ExitStack() as stack:
         if not open_run(stack, folder, config, task_options(config)):
             _run(stack, dataclasses.replace(config, **resolved(config)), folder)
     result = folder.read(folder.result)
@@ -193,13 +193,13 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     )
     tokens = config.accumulation * config.batch_size * task.length
     recorder, graceful_stop = attach(
-        stack, trainer, config, folder, processes, start, tokens_per_step=tokens, narrated=config.progress
+        stack, trainer, config, folder, processes, start, tokens_per_step=tokens, log_evaluations=config.progress
     )
     if config.stop_at is not None:
         before = [line["accuracy"][task.slice_names[0]] for line in read_metrics(folder.metrics, "eval")]
         early_stopping = EarlyStopping(task.slice_names[0], config.stop_at, config.stop_after, before)
         trainer.add_callback(early_stopping)
-        if early_stopping.reached:  # at the step of the checkpoint: training had ended there
+        if early_stopping.reached:  # training had already ended at the step of the checkpoint
             trainer.args.max_steps = start.step
             trainer.train_dataset = Subset(batches, range(start.step * config.accumulation))
     seconds = fit(trainer, recorder, graceful_stop, start, processes)
@@ -225,7 +225,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
             "evaluation": scores,
             "answers": answers,
             "seconds": seconds,
-            # None where a part of the run was another process's
+            # None if another process trained a part of the run
             "processor_seconds": time.process_time() - cpu_time if start.step == 0 else None,
             "peak_memory_bytes": peak_memory(trainer.args.device),
             **count_parameters(model),
@@ -234,7 +234,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
 
 
 def _evaluation_batches(task: Task, rows: int | None, batch_size: int) -> list[Batch]:
-    """The first `rows` evaluation sequences, always the same ones; of a task that has an end, all there are."""
+    """Return the first `rows` evaluation sequences, always the same; all sequences for a task with finitely many."""
     if isinstance(task, WholeTask):
         return [task.whole_table()]
     if rows is None:

@@ -1,7 +1,7 @@
-"""Tensor parallelism of transformers: all processes share one model, and each has some of its heads.
+"""Tensor parallelism with transformers: all processes share one model, and each has some of its heads.
 
-accelerate's launcher asks for it with `parallelism_config_tp_size`. Every process gets the same sequences. Checkpoints
-and the final model are whole, so that one process can resume what several began, and several what one began.
+The setting `parallelism_config_tp_size` of accelerate's launcher enables it. Every process gets the same sequences.
+Checkpoints and the final model are not sharded, so a run can be resumed with a different number of processes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from kvshift.lab.core.atomic import remove_folder
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.training.callbacks import whole
+from kvshift.lab.training.callbacks import gather_full
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 
 def parallelism_size(name: str) -> int:
-    """Size of one dimension ("tp", "cp", "sp") of the ParallelismConfig that accelerate was told to use; 1: unused."""
+    """Return the size of one dimension ("tp", "cp", "sp") of accelerate's ParallelismConfig, or 1 if it is not used."""
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
         return 1
     return int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
 
 
 def tensor_parallel_size() -> int:
-    """Number of processes that share one model; 1: no tensor parallelism."""
+    """Return the number of processes that share one model, or 1 without tensor parallelism."""
     return parallelism_size("tp")
 
 
 def check_tensor_parallel(config: RunConfig) -> None:
-    """Raise a LabError that names an option or setting with which tensor parallelism does not work."""
+    """Raise a LabError if an option or setting is incompatible with tensor parallelism."""
     size = tensor_parallel_size()
     if size == 1:
         return
@@ -59,17 +59,17 @@ def check_tensor_parallel(config: RunConfig) -> None:
 
 
 def require_gpu(config: RunConfig) -> None:
-    """Raise a LabError for a run on the CPU."""
+    """Raise a LabError if the run uses the CPU."""
     if config.device == "cpu" or not torch.cuda.is_available():
         raise LabError(f"{_asked()}, expected 1 on a CPU: accelerate supports it on GPUs alone")
 
 
 def check_model(model: nn.Module, *, accumulation: int) -> None:
-    """Raise a LabError where the processes cannot share this model.
+    """Raise a LabError if tensor parallelism is enabled but does not support this model.
 
     Args:
-        model: whole.
-        accumulation: forward passes in one optimizer step.
+        model: the full model.
+        accumulation: number of forward passes per optimizer step.
     """
     size = tensor_parallel_size()
     if size == 1:
@@ -89,7 +89,8 @@ def check_model(model: nn.Module, *, accumulation: int) -> None:
             "the same positions from its heads"
         )
     if config.qk_norm and accumulation > 1:
-        # ReplicatedWithGradAllReduce sums `param.grad` after each backward pass, not what that pass has added to it.
+        # After each backward pass, ReplicatedWithGradAllReduce sums all of `param.grad` over the processes, not only
+        # the gradient that this pass has added to it.
         raise LabError(
             f"model.qk_norm is True and a step has {accumulation} forward passes, expected 1: {_asked()}, in which "
             "transformers does not accumulate the gradients of QK-norm correctly. Give batch_size = tokens_per_step / "
@@ -104,19 +105,19 @@ def _asked() -> str:
 def divide(
     model: KVShiftLlamaForCausalLM, checkpoint: str | None, folder: RunFolder, processes: Processes
 ) -> KVShiftLlamaForCausalLM:
-    """The model with this process's part of the weights; all processes must call it.
+    """Return the model with this process's part of the weights. All processes must call this function.
 
     Args:
-        model: whole, in every process.
-        checkpoint: to read the weights from; None: they are those of `model`.
-        folder: of the run; all processes must see it.
-        processes: of the run.
+        model: the full model, in every process.
+        checkpoint: folder of a checkpoint with the weights. None: use the weights of `model`.
+        folder: folder of the run, which all processes must be able to read.
+        processes: processes of the run.
     """
     part = folder.path / ".model.part"
     if checkpoint is None:
         processes.main_first(lambda: model.save_pretrained(part))
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # that the plan also names QK-norm, which not every model has
+    logging.set_verbosity_error()  # transformers warns that the plan also names QK-norm, which not every model has
     try:
         divided = KVShiftLlamaForCausalLM.from_pretrained(
             checkpoint or part,
@@ -126,26 +127,26 @@ def divide(
         )
     finally:
         logging.set_verbosity(verbosity)
-    # Newer versions of Trainer refuse to write checkpoints of such a model, for which `RunTrainer` gathers all parts.
+    # Newer versions of Trainer refuse to save a model marked as distributed, but `RunTrainer` gathers all its parts.
     divided._is_distributed_loading_by_transformers = False
     for name, parameter in divided.named_parameters():
         parameter.requires_grad_(model.get_parameter(name).requires_grad)
     divided.generation_config = model.generation_config
-    processes.any(False)  # all of them have read the weights
+    processes.any(False)  # wait until all processes have read the weights
     if processes.is_main:
         remove_folder(part)
     return divided
 
 
 def keep_optimizer_state_whole(optimizer: torch.optim.Optimizer) -> None:
-    """Let `state_dict` gather the state of divided parameters, and `load_state_dict` divide it again.
+    """Make the optimizer's `state_dict` gather the state of sharded parameters and `load_state_dict` shard it again.
 
-    All processes must call these methods together.
+    All processes must call these two methods together.
     """
 
     def gather(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
-            number: {name: whole(value) for name, value in state.items()}
+            number: {name: gather_full(value) for name, value in state.items()}
             for number, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states}
@@ -163,7 +164,7 @@ def keep_optimizer_state_whole(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _divided_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """This process's part of a running mean of gradients; the number of steps, which has another shape, as it is."""
+    """Shard a running mean of gradients like its parameter; return the step count, of another shape, unchanged."""
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
     mesh = parameter.device_mesh

@@ -1,4 +1,4 @@
-"""`kvshift train`: one language model, from text to a saved model, in a folder that survives every interruption."""
+"""`kvshift train`: train one language model on text, in a run folder from which interrupted training resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.core.atomic import remove_folder, write_json
-from kvshift.lab.core.messages import say, say_nothing
+from kvshift.lab.core.messages import quiet, say
 from kvshift.lab.core.options import to_json
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
@@ -36,13 +36,13 @@ from kvshift.lab.training.probes import check_probes
 from kvshift.lab.training.running import (
     attach,
     fit,
+    friendly_errors,
     fsdp_is_ignored,
     on_cpu,
     open_run,
     peak_memory,
     resolved,
     save_model,
-    surviving,
     training_arguments,
 )
 from kvshift.lab.training.tensor_parallel import check_model, divide, tensor_parallel_size
@@ -57,31 +57,31 @@ _say = partial(say, command="train")
 
 
 def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-    """Train, or resume where the same call was interrupted; a finished run is left as it is.
+    """Train a language model, or resume an interrupted run. A finished run is not changed.
 
-    What it leaves in `config.out`: see `kvshift.lab.runs.folder`.
+    `kvshift.lab.runs.folder` describes the files that it writes to `config.out`.
 
     Args:
-        config: of the run.
-        callbacks: of transformers' Trainer besides, such as one that ends training early.
+        config: options of the run.
+        callbacks: additional callbacks for transformers' Trainer, such as one that ends training early.
 
     Raises:
-        LabError: options, data or folder are not fit (exit code 2), or the folder is in use (4).
-        RunFailedError: a number is not finite, or the disk is full (3).
-        InterruptedRunError: SIGINT or SIGTERM came (128 + its number).
+        LabError: an option, the data or the folder is invalid (exit code 2), or the folder is in use (4).
+        RunFailedError: a loss or gradient is not finite, or memory or disk space ran out (3).
+        InterruptedRunError: the run was ended by SIGINT or SIGTERM (128 + signal number).
     """
     config = dataclasses.replace(config, model=resolve_variant(config.model))
     processes = Processes(cpu=on_cpu(config))
     folder = RunFolder(config.out)
-    say = _say if processes.is_main else say_nothing
-    disable_progress_bar()  # transformers' own, for every file that it writes
+    say = _say if processes.is_main else quiet
+    disable_progress_bar()  # which transformers shows for every file that it writes
     if not (config.progress and sys.stderr.isatty()):
-        disable_progress_bars()  # of reading and packing the text
+        disable_progress_bars()  # which datasets shows while text is read and packed
     smaller = (
         f"Give a smaller batch_size (now {config.batch_size}) with the same tokens_per_step, or gradient_checkpointing"
     )
-    with surviving(config, smaller), ExitStack() as stack:
-        stack.callback(processes.end)  # after errors too: a process that leaves without it may be aborted
+    with friendly_errors(config, smaller), ExitStack() as stack:
+        stack.callback(processes.end)  # also after errors: a process that exits without it may be aborted
         if processes.main_first(lambda: open_run(stack, folder, config, to_json(config))):
             say(f"{config.out} holds this run, finished; its numbers are in {folder.result}")
         else:
@@ -100,7 +100,7 @@ def _run(
     if not replaces:
         config = with_recorded_warmup(config, folder)
     tokenizer = next_tokenizer(folder) if replaces else folder.tokenizer
-    stack.callback(remove_folder, next_tokenizer(folder).parent)  # where the new run does not begin
+    stack.callback(remove_folder, next_tokenizer(folder).parent)  # for a new run that fails before it begins
     source = None
     if config.init_from is not None:
         source = find_pretrained(config.init_from, say)
@@ -113,7 +113,7 @@ def _run(
         model_config = fitting_config(source, config.model, vocab_size=tokens, sequence_length=length)
     model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
     model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
-    # Processes that share a model get the same sequences.
+    # Processes that share a model (tensor parallelism) get the same sequences.
     models = processes.count // tensor_parallel_size()
     accumulation = config.accumulation(models)
     tokens_per_step = accumulation * config.batch_size * config.data.sequence_length * models
@@ -140,15 +140,15 @@ def _run(
         sizes["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.probes is not None:
         check_probes(model)
-    processes.any(False)  # all of them have read what the first now changes
+    processes.any(False)  # wait until all processes have read the files that the first one changes next
     start = processes.main_first(
         lambda: start_or_resume(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
     )
     if tensor_parallel_size() > 1:
         model = divide(model, start.checkpoint, folder, processes)
-    model.config.use_cache = False  # no cache of keys and values beside every training step
+    model.config.use_cache = False  # a KV cache would take memory in every training step
     variant = find_variant(variant_of(options["model"]))
-    # init_from starts vanilla and kv-shift alone.
+    # With init_from, the only variants are vanilla and kv-shift.
     more = variant.added_parameters(model_config) if source is None else sizes["shift_parameters"]
     trained = "" if config.tune is None else f"{sizes['trained_parameters']:,} of them trained; "
     say(
@@ -180,7 +180,7 @@ def _run(
 
 
 def _load(config: TrainConfig, tokenizer: Path, processes: Processes) -> TextData:
-    """The first process reads, trains the tokenizer and fills the cache; then the others find all of it there."""
+    """Load the data in the first process, which trains the tokenizer and fills the cache, and then in the others."""
     loaded: list[TextData] = []
 
     def load() -> None:

@@ -1,4 +1,4 @@
-"""Options of `kvshift train`: frozen dataclasses, which are also its command line and the config.json of a run."""
+"""Options of `kvshift train`: frozen dataclasses, which also define its command line and the config.json of a run."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from kvshift.lab.variants.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning rate."""
+    """Options of AdamW and of its learning rate schedule."""
 
     learning_rate: float = 2e-3
-    """Highest learning rate."""
+    """Peak learning rate."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    """Learning rate after the linear warm-up. constant: unchanged. cosine: down to min_lr_ratio at the last step. wsd
-    (warm-up, stable, decay): constant, then linearly down to min_lr_ratio over the last decay_fraction of all steps."""
+    """Learning rate schedule after the linear warm-up. constant: no decay. cosine: cosine decay to min_lr_ratio at the
+    last step. wsd (warm-up, stable, decay): linear decay to min_lr_ratio over the last decay_fraction of all steps."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up. None: a tenth of all steps, at most 1000."""
+    """Number of steps of linear warm-up. None: a tenth of all steps, at most 1000."""
     decay_fraction: float = 0.2
-    """wsd: fraction of all steps in which the learning rate decays."""
+    """wsd: fraction of all steps during which the learning rate decays."""
     min_lr_ratio: float = 0.0
-    """cosine and wsd: last learning rate, as a fraction of the highest."""
+    """cosine and wsd: final learning rate, as a fraction of the peak."""
     beta1: float = 0.9
     """AdamW: decay per step of the running mean of gradients."""
     beta2: float = 0.95
     """AdamW: decay per step of the running mean of squared gradients."""
     epsilon: float = 1e-8
-    """AdamW: number added to the denominator for numerical stability."""
+    """AdamW: term added to the denominator for numerical stability."""
     weight_decay: float = 0.1
-    """Weight decay of matrices and embeddings; norms, biases and shift coefficients have none."""
+    """Weight decay of matrices and embeddings; it is 0 for norms, biases and shift coefficients."""
     clip_norm: float = 1.0
-    """Largest norm of the gradient over all parameters; a larger one is scaled down. 0: no limit."""
+    """Maximum norm of the gradient over all parameters (gradient clipping). 0: no clipping."""
     shift_lr_multiplier: float = 1.0
     """Learning rate of the shift coefficients, as a multiple of learning_rate."""
 
@@ -66,7 +66,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Options of every training run, on text or on a task."""
+    """Options that all training runs have, on text and on tasks."""
 
     out: Path = field(metadata=MACHINE)
     """Folder of the run; created if missing."""
@@ -78,28 +78,28 @@ class RunConfig:
     seed: int = 0
     """Random seed for weights, coefficients and data order; each has a separate generator."""
     eval_every: int = 50
-    """Steps between evaluations on the validation sequences; the last step is always followed by one."""
+    """Number of steps between evaluations on the validation sequences; there is always one after the last step."""
     eval_rows: int | None = None
     """Evaluate on only the first N validation sequences. None: all."""
     save_every: int = 100
-    """Steps between checkpoints; the last step is always followed by one."""
+    """Number of steps between checkpoints; there is always one after the last step."""
     keep_checkpoints: int = field(default=2, metadata=FREE)
     """How many recent checkpoints to keep."""
     log_every: int = 10
-    """Steps between lines of training metrics, which are means over these steps."""
+    """Number of steps between lines of training metrics, each of which is a mean over these steps."""
     report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE)
-    """Trackers besides metrics.jsonl, by transformers' names: tensorboard (in OUT/tensorboard), wandb (in OUT/wandb),
-    mlflow ... With no value after it: none."""
+    """Experiment trackers besides metrics.jsonl, by their names in transformers: tensorboard (in OUT/tensorboard),
+    wandb (in OUT/wandb), mlflow ... Give the option without a value for none."""
     compile: bool = False
-    """Run the model through torch.compile."""
+    """Compile the model with torch.compile."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass, which saves memory and takes about a third more time."""
     bf16: Literal["auto", "yes", "no"] = "auto"
-    """Compute matrix products in bfloat16, with float32 weights. auto: yes on GPUs that support it, no on CPUs."""
+    """Mixed precision: bfloat16 matrix products, float32 weights. auto: yes on GPUs that support it, no on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: a GPU if there is one."""
     data_workers: int = field(default=0, metadata=MACHINE)
-    """Processes that load training sequences in advance. 0: the training process loads them."""
+    """Number of worker processes that load training sequences. 0: the training process loads them."""
     progress: bool = field(default=True, metadata=MACHINE)
     """Show progress on stderr: a bar in a terminal, otherwise a line at most every ten seconds."""
 
@@ -114,19 +114,19 @@ class RunConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up, also where the option leaves them open."""
+        """Number of warm-up steps, with the default applied."""
         given = self.optimizer.warmup_steps
         return min(self.steps // 10, 1000) if given is None else given
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
-    """One training run. The same command, given again, continues a run that was stopped."""
+    """Options of one training run on text. Repeating the same command resumes an interrupted run."""
 
     init_from: str | None = field(default=None, metadata=LATE)
     """Start from the weights and the tokenizer of this model: a run folder, a model folder, or a name on the hub. It
-    must be a Llama, with or without KV shift, or an output of `kvshift retrofit`. For a Llama, the options under
-    `model` that are not given come from the model, and a shift that is added starts as the identity."""
+    must be a Llama, with or without KV shift, or an output of `kvshift retrofit`. With a Llama, `model` options that
+    are not given are taken from it, and an added shift is initialised to the identity."""
     tune: Literal["shift", "current", "lora", "shift+lora"] | None = field(default=None, metadata=LATE)
     """Train only a part of the model. shift: the coefficients. current: the coefficients of the current token. lora:
     low-rank additions to the attention projections, merged at the end. shift+lora: both. Checkpoints contain only that
@@ -136,19 +136,19 @@ class TrainConfig(RunConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     probes: Literal["induction"] | None = field(default=None, metadata=FREE)
-    """What to measure at each evaluation besides the loss, without any change to the training. induction: scores of the
+    """What to measure at each evaluation besides the loss; training itself is not affected. induction: scores of the
     heads on repeated random tokens, and the validation loss by whether a pair of tokens occurred before."""
     tokens_per_step: int | None = None
     """Tokens per optimizer step over all devices. If that is more than batch_size x sequence_length x devices,
     gradients are accumulated. None: exactly that product."""
     extend: bool = field(default=False, metadata=CALL)
-    """Extend a run to more steps even if the longer schedule would have had other learning rates so far."""
+    """Extend a run to more steps even if its learning rates so far differ from those of the longer schedule."""
     overwrite: bool = field(default=False, metadata=CALL)
-    """Replace the run in `out` without asking for confirmation. A folder with any other file is not touched."""
+    """Replace the run in `out` without asking for confirmation. A folder with any other files is not changed."""
 
     def check_paths(self) -> None:
-        """Raise a LabError for text that is there and cannot be read."""
-        from kvshift.lab.data.files import find_texts  # pyarrow
+        """Raise a LabError if a text file or folder is missing or cannot be read."""
+        from kvshift.lab.data.files import find_texts  # imports pyarrow
 
         find_texts(self.data.corpus, self.data.validation)
 
@@ -169,7 +169,7 @@ class TrainConfig(RunConfig):
             require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
 
     def accumulation(self, devices: int) -> int:
-        """Forward passes of each device in one optimizer step."""
+        """Return the number of forward passes of each device per optimizer step."""
         at_once = self.batch_size * self.data.sequence_length * devices
         tokens = self.tokens_per_step or at_once
         if tokens % at_once:
@@ -181,10 +181,10 @@ class TrainConfig(RunConfig):
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits over all that decides the numbers of a run; `config` as `to_json` gives it."""
+    """Return a hash (16 hexadecimal digits) of all options that affect a run's results; `config` is from `to_json`."""
     return options_hash(TrainConfig, config)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line for each field whose value decides the numbers of a run and is not the same in both."""
+    """Return one line for each option that affects a run's results and differs between `old` and `new`."""
     return [*options.differences(TrainConfig, old, new).values()]

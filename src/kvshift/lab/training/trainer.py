@@ -1,4 +1,4 @@
-"""transformers' Trainer with our parameter groups, order of sequences, losses by sequence, and whole checkpoints."""
+"""transformers' Trainer with kvshift's parameter groups, data order, losses per sequence and sealed checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvshift.lab.core.messages import say
 from kvshift.lab.data.order import EndlessStream, ShuffledEpochs
 from kvshift.lab.runs.checkpoints import keep_newest, seal
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.training.callbacks import Evaluation, whole
+from kvshift.lab.training.callbacks import Evaluation, gather_full
 from kvshift.lab.training.optimizer import adamw
 from kvshift.lab.training.probes import probe_heads, probe_targets, summarize_targets
 from kvshift.lab.training.tensor_parallel import keep_optimizer_state_whole, tensor_parallel_size
@@ -33,12 +33,13 @@ from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.building import declare_plain_llama
 from kvshift.layers import KVShift
 
-# In a checkpoint between two lines of metrics: from which step the next mean is taken, and the sum of each process.
+# File in checkpoints made between two lines of metrics: the step after which the current mean loss begins, and the sum
+# of the losses so far in each process.
 _UNLOGGED = "unlogged_loss.json"
 
 
 class RunTrainer(Trainer):
-    """Keeps whole checkpoints, and stops all processes at the first number that is not finite."""
+    """Trainer whose checkpoints are complete or absent; all processes stop at the first non-finite loss or gradient."""
 
     def __init__(
         self, model: nn.Module, arguments: TrainingArguments, config: RunConfig, processes: Processes, **kwargs: Any
@@ -52,24 +53,24 @@ class RunTrainer(Trainer):
         self._coefficients: dict[str, Tensor] = {}
         self._tensor_parallel = tensor_parallel_size()
         super().__init__(model, arguments, **kwargs)
-        if self._tensor_parallel > 1:  # every process has evaluated every sequence
+        if self._tensor_parallel > 1:  # every process evaluates every sequence, so there is nothing to gather
             self.gather_function = self.accelerator.gather_for_metrics = _as_it_is
 
     @property
     @abstractmethod
     def evaluated(self) -> bool:
-        """Whether there has been an evaluation since this object was made."""
+        """True if this trainer has run an evaluation."""
 
     @abstractmethod
     def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
-        """The metrics of an evaluation, for files and for readers."""
+        """Convert Trainer's metrics of an evaluation to records and text."""
 
     def before_save(self, function: Callable[[], None]) -> None:
-        """Have `function` called in the first process before a checkpoint is declared whole."""
+        """Register a function to call in the first process before each checkpoint is sealed."""
         self._before_save = function
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW over the groups of `kvshift.param_groups`."""
+        """Create AdamW with the parameter groups of `kvshift.param_groups`."""
         if self.optimizer is None:
             trained = cast(nn.Module, self.model if model is None else model)
             self.optimizer = adamw(trained, self._config.optimizer, self.args.device)
@@ -78,7 +79,7 @@ class RunTrainer(Trainer):
         return self.optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The next learning rate is that of this run's schedule, which may be longer than the checkpoint's."""
+        """Set the learning rate by this run's schedule, which may be longer than that of the checkpoint."""
         super()._load_optimizer_and_scheduler(checkpoint)
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if checkpoint is not None and isinstance(schedule, LambdaLR):
@@ -89,17 +90,17 @@ class RunTrainer(Trainer):
             schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Under tensor parallelism the model was loaded from the checkpoint, each process its part."""
+        """Load the model, except under tensor parallelism, where `divide` has loaded each process's part."""
         if self._tensor_parallel == 1:
             super()._load_from_checkpoint(*args, **kwargs)
 
-    def continue_mean(self, checkpoint: str) -> None:
-        """Have the first mean loss that is logged begin where that of the run which left this checkpoint began."""
+    def restore_running_loss(self, checkpoint: str) -> None:
+        """Restore a checkpoint's partial sum of losses, so that the next mean that is logged includes earlier steps."""
         path = Path(checkpoint) / _UNLOGGED
         self._unlogged = json.loads(path.read_text()) if path.exists() else {}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self._unlogged:  # Trainer has begun its sum by now, and added nothing to it yet
+        if self._unlogged:  # by now, Trainer has reset its sum to 0
             sums = self._unlogged["sums"]
             same = len(sums) == self.args.world_size
             self._tr_loss += sums[self.args.process_index] if same else sum(sums) / len(sums)
@@ -110,7 +111,10 @@ class RunTrainer(Trainer):
         return loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """The one number that every process has, that every loss of the step enters, and before weights change."""
+        """Stop the run if the gradient norm is not finite.
+
+        Every process knows the norm, every loss of the step affects it, and the weights have not been updated yet.
+        """
         norm = super()._get_grad_norm(*args, **kwargs)
         if norm is not None and not math.isfinite(norm):
             cause = (
@@ -143,22 +147,22 @@ class RunTrainer(Trainer):
                 unlogged = {"after_step": self._globalstep_last_logged, "sums": sums}
                 (folder / _UNLOGGED).write_text(json.dumps(unlogged))
 
-        self._together(folder, write)
-        self._together(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
+        self._collectively(folder, write)
+        self._collectively(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
         if self._processes.is_main:
             keep_newest(folder, self._config.keep_checkpoints, say)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Under DeepSpeed with coefficients in float32, as the optimizer has them; all processes give their part.
+        """Save the model. Under DeepSpeed, coefficients are saved in float32, from the optimizer's master weights.
 
-        Under tensor parallelism they do so too, of all weights.
+        All processes must call this method under DeepSpeed and tensor parallelism, where it gathers their parts.
         """
         if self._tensor_parallel > 1 and not self.args.should_save:
             cast(PreTrainedModel, self.model).save_pretrained(output_dir, is_main_process=False)  # type: ignore[arg-type]
             return
         if self.is_deepspeed_enabled:
             self._coefficients = {
-                f"{name}.{parameter_name}": whole(parameter).detach().cpu()
+                f"{name}.{parameter_name}": gather_full(parameter).detach().cpu()
                 for name, module in cast(nn.Module, self.model).named_modules()
                 if isinstance(module, KVShift)
                 for parameter_name, parameter in module.named_parameters(recurse=False)
@@ -166,14 +170,14 @@ class RunTrainer(Trainer):
         super().save_model(output_dir, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Under tensor parallelism whole; see `keep_optimizer_state_whole`."""
+        """Save the state; under tensor parallelism it is gathered first (see `keep_optimizer_state_whole`)."""
         if self._tensor_parallel > 1 and not self.args.should_save:
             assert self.optimizer is not None
-            self.optimizer.state_dict()  # gives this process's part to the one that writes
+            self.optimizer.state_dict()  # takes part in gathering the state for the process that writes
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Where a part of the model is trained, checkpoints hold that part: the rest is where it came from."""
+        """Save the weights. With `tune`, checkpoints contain only trained weights; the others never change."""
         if self._at_checkpoint and getattr(self._config, "tune", None) is not None:
             trained = {
                 name for name, parameter in cast(nn.Module, self.model).named_parameters() if parameter.requires_grad
@@ -189,17 +193,17 @@ class RunTrainer(Trainer):
         declare_plain_llama(folder)
         seal(folder)
 
-    def _together(self, folder: Path, write: Callable[[], None]) -> None:
-        """Write, and where that fails in any process, remove what was written of the checkpoint and stop all."""
+    def _collectively(self, folder: Path, write: Callable[[], None]) -> None:
+        """Call `write`. If it fails in any process, remove the incomplete checkpoint and stop all processes."""
         problem = None
         try:
             write()
-        except (OSError, RuntimeError, SafetensorError, RunFailedError) as error:  # RuntimeError: torch.save's
+        except (OSError, RuntimeError, SafetensorError, RunFailedError) as error:  # RuntimeError: from torch.save
             problem = error
-        # Where weights are sharded, writing is itself done together: the others wait there for the one that failed,
-        # not here, and the launcher ends them.
+        # Writing sharded weights is a collective operation: if one process fails, the others wait inside `write`, not
+        # here, until the launcher ends them.
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or self._tensor_parallel > 1
-        if problem is None and (not self._processes.any(False) or sharded):  # which also waits for the slowest to write
+        if problem is None and (not self._processes.any(False) or sharded):  # `any` also waits for the slowest process
             return
         if not sharded and problem is not None:
             self._processes.any(True)
@@ -214,7 +218,7 @@ class RunTrainer(Trainer):
         ) from problem
 
     def _fail(self, message: str, step: int) -> None:
-        """Stop every process, which all come here together; the first says what is not finite, and what is kept."""
+        """Stop the run; all processes must call this method, and the first reports the message and what is kept."""
         if not self._processes.is_main:
             raise SystemExit(DivergedError.exit_code)
         raise DivergedError(f"{message}; {self._kept()}", step)
@@ -225,23 +229,23 @@ class RunTrainer(Trainer):
         return f"{newest} is kept" if newest else "there is no checkpoint before it"
 
     def _require_finite_loss(self, finite: bool) -> None:
-        """Of an evaluation."""
+        """Stop the run unless `finite`, which tells whether the loss of the evaluation is finite."""
         step = self.state.global_step
         if not finite:
             self._fail(f"the validation loss is not finite after step {step}", step)
 
 
 def _as_it_is(input_data: Any, use_gather_object: bool = False) -> Any:
-    """In the place of `Accelerator.gather_for_metrics`, where every process has everything."""
+    """Replace `Accelerator.gather_for_metrics` where every process already has all results."""
     return input_data
 
 
 class LanguageModelTrainer(RunTrainer):
-    """Trains on sequences of tokens, and evaluates sequence by sequence.
+    """Trains on sequences of tokens and computes the validation loss of each sequence.
 
     Attributes:
-        sequence_losses: of the last evaluation, the mean loss of each validation sequence, in nats per token, in order.
-        sequence_tokens: how many tokens each of them is the mean of.
+        sequence_losses: mean loss of each validation sequence in the last evaluation, in nats per token, in order.
+        sequence_tokens: number of predicted tokens of each validation sequence.
     """
 
     def __init__(
@@ -275,7 +279,7 @@ class LanguageModelTrainer(RunTrainer):
         return self.sequence_losses is not None
 
     def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
-        """Loss with its error over sequences, and perplexity; see `summarize`."""
+        """Return the loss with its standard error over sequences, and the perplexity (see `summarize`)."""
         loss, error = metrics["eval_loss"], metrics.get("eval_loss_stderr")
         values = {
             "loss": loss,
@@ -300,7 +304,7 @@ class LanguageModelTrainer(RunTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, Tensor, Tensor]:
-        """For each sequence the sum of its losses, where Trainer expects logits, and their number, where labels."""
+        """Return the sum of losses of each sequence in place of logits, and their number in place of labels."""
         inputs = {**self._prepare_inputs(inputs)}
         labels = inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -309,11 +313,11 @@ class LanguageModelTrainer(RunTrainer):
             return (None, *sequence_losses(logits, labels))
         losses = token_losses(logits, labels)
         sums, counts = probe_targets(torch.stack(losses), labels, inputs["input_ids"], inputs.get("position_ids"))
-        sums[:, 0] = torch.stack([one.sum() for one in losses])  # added up as without probes, to the last bit
+        sums[:, 0] = torch.stack([one.sum() for one in losses])  # same order of summation, and bits, as without probes
         return None, sums, counts
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """With what the probes find, each number under a name of its own for trackers."""
+        """Run the evaluation and add the results of the probes to its metrics, as separate numbers for trackers."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._probes:
             with self.compute_loss_context_manager():
@@ -337,22 +341,22 @@ class LanguageModelTrainer(RunTrainer):
 
 
 def sequence_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over each sequence of -log p(next token), in nats and float64, and the number of tokens that it is over.
+    """Return the sum of -log p(next token) over each sequence, in nats, (B,) float64, and the number of tokens, (B,).
 
     Args:
-        logits: (B, T, V).
-        labels: (B, T); position t is predicted from t - 1, and -100 is no label.
+        logits: logits of the model, (B, T, V).
+        labels: labels, (B, T). The label at t is predicted from position t - 1; -100 marks a position without label.
     """
     return torch.stack([one.sum() for one in token_losses(logits, labels)]), (labels[:, 1:] != -100).sum(dim=1)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> list[Tensor]:
-    """Of each sequence, -log p(next token) at every position but the last, (T - 1,) float64; 0 where no label is.
+    """Return -log p(next token) at every position except the last of each sequence, (T - 1,) float64; 0 without label.
 
     Args:
         logits, labels: as in `sequence_losses`.
     """
-    # One sequence at a time: the float32 copy of the logits of a whole batch may not fit.
+    # One sequence at a time: the float32 copy of the logits of a whole batch may not fit in memory.
     return [
         F.cross_entropy(one[:-1].float(), target, ignore_index=-100, reduction="none").double()
         for one, target in zip(logits, labels[:, 1:], strict=True)
@@ -360,13 +364,13 @@ def token_losses(logits: Tensor, labels: Tensor) -> list[Tensor]:
 
 
 def summarize(sums: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
-    """Mean loss per token, its standard error over sequences, and the perplexity exp(loss).
+    """Return the mean loss per token, its standard error over sequences, and the perplexity exp(loss).
 
         loss = sum(sums) / sum(tokens)
         loss_stderr = std(sums - loss * tokens) / (mean(tokens) * sqrt(sequences))
 
-    where std has n - 1 below the line; for sequences of equal length that is the standard error of their mean. One
-    sequence has none.
+    where std divides by n - 1. For sequences of equal length, this is the standard error of the mean of their losses. A
+    single sequence has no standard error.
     """
     loss = float(sums.sum() / tokens.sum())
     summary = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": len(sums)}

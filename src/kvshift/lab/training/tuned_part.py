@@ -1,4 +1,4 @@
-"""`tune`: training a part of a model. All other weights stay as they were."""
+"""The option `tune`: training only a part of a model, with all other weights frozen."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LORA_RANK = 8
 
 
 def tune_part(model: nn.Module, part: TunedPart, *, rank: int | None, seed: int) -> None:
-    """Freeze all of `model` but `part`; LoRA is added, and computes nothing at first.
+    """Freeze all parameters of `model` except `part`. With LoRA, add adapters, whose output is 0 at first.
 
     Args:
-        model: with a shift, unless `part` is "lora".
-        part: "shift" is the coefficients alone, "current" those of the current token alone (the lags stay as they
-            are); "lora" is a product of two matrices of that rank beside each of the attention's projections, B A
-            scaled by 2 (Hu et al. 2021), with B = 0 at first.
-        rank: of LoRA; None: `LORA_RANK`.
-        seed: of the start values of LoRA's A.
+        model: the model, which must have a shift unless `part` is "lora".
+        part: "shift" trains only the coefficients, and "current" only those of the current token, without those of the
+            lags. "lora" trains matrices A and B for each attention projection, to which their product B A is added,
+            scaled by 2 (Hu et al. 2021); B is initialised to 0.
+        rank: rank of LoRA. None: `LORA_RANK`.
+        seed: random seed for the initial values of A.
 
     Raises:
         LabError: the model has no such part, or PEFT is not installed.
@@ -50,8 +50,8 @@ def tune_part(model: nn.Module, part: TunedPart, *, rank: int | None, seed: int)
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Add LoRA's products to the weights that they stand beside; then the model is as it was before `tune_part`."""
-    if not is_peft_available():  # then it has none
+    """Merge LoRA's adapters into the weights, which restores the structure that the model had before `tune_part`."""
+    if not is_peft_available():  # then the model has no adapters
         return
     from peft.tuners.lora import LoraLayer
 
@@ -70,7 +70,7 @@ def _add_lora(model: nn.Module, rank: int, seed: int) -> None:
     found = [
         (f"{name}.{child}", isinstance(linear, Conv1D))
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "shift", None), nn.Module)  # an attention of any family
+        if isinstance(getattr(module, "shift", None), nn.Module)  # an attention module of any model family
         for child, linear in module.named_children()
         if isinstance(linear, (nn.Linear, Conv1D))
     ]
@@ -84,7 +84,7 @@ def _add_lora(model: nn.Module, rank: int, seed: int) -> None:
 
 
 def _first_column(gradient: Tensor) -> Tensor:
-    """The gradient of lag 0 alone; AdamW without decay leaves a number where it is whose gradient is always 0."""
+    """Zero the gradients of all lags but 0: AdamW without weight decay never changes a number whose gradient is 0."""
     kept = torch.zeros_like(gradient)
     kept[:, :1] = gradient[:, :1]
     return kept

@@ -1,6 +1,6 @@
-"""Baichuan-M1, which mixes keys and values with those of the token before. See docs/baichuan_m1.md.
+"""Baichuan-M1, which mixes keys and values with those of the previous token. See docs/baichuan_m1.md.
 
-Importing this registers model type "baichuan_m1" with transformers' Auto classes, unless transformers has it itself.
+Importing this registers model type "baichuan_m1" with transformers' Auto classes, unless transformers already has it.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def register() -> bool:
-    """Make these the classes that the Auto classes choose; False where transformers has the model type itself."""
+    """Register these classes with the Auto classes; return False if transformers already has the model type."""
     name = BaichuanM1Config.model_type
     if name in CONFIG_MAPPING_NAMES:
         return False

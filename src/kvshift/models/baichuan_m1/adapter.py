@@ -1,4 +1,4 @@
-"""LoRA on the head of Baichuan-M1. Imports peft.
+"""LoRA on the head of Baichuan-M1. This module imports peft.
 
 Shapes: E model width, V vocabulary, r rank.
 """
@@ -15,17 +15,17 @@ from torch.nn import functional
 
 from kvshift.models.baichuan_m1.head import NormHead, row_lengths
 
-_INIT = (True, False, "gaussian", "orthogonal")  # those that leave the weight alone
+_INIT = (True, False, "gaussian", "orthogonal")  # initialisations that do not change the weight
 
 
 class LoraNormHead(LoraLinear):
-    """A NormHead whose raw matrix has a LoRA update; the rows of the sum are brought to length 1.
+    """A NormHead whose raw matrix has a LoRA update; the rows of the sum are normalised to length 1.
 
         logits[v] = x . (raw + s B A)[v] / (|(raw + s B A)[v]| + 1e-7)
 
-    so that the merged matrix is one that the released layout can hold. The sum, (V, E), is never made:
+    The released layout can therefore hold the merged matrix. `forward` gets the lengths without the sum, (V, E), from
 
-        |(raw + B A)[v]|^2 = |raw[v]|^2 + 2 B[v] . (raw A^T)[v] + B[v] . (B A A^T)[v],  B (V, r) with s in it
+        |(raw + B A)[v]|^2 = |raw[v]|^2 + 2 B[v] . (raw A^T)[v] + B[v] . (B A A^T)[v],  B (V, r) including s
     """
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
@@ -34,7 +34,7 @@ class LoraNormHead(LoraLinear):
 
     @property
     def weight(self) -> Tensor:
-        """(V, E), what hidden states are multiplied by: rows of length 1, adapters included; differentiable."""
+        """Matrix (V, E) that multiplies the hidden states: rows of length 1, adapters included; differentiable."""
         head, active = self._head, self._unmerged()
         if not active:
             return head.weight
@@ -62,7 +62,7 @@ class LoraNormHead(LoraLinear):
         return self.base_layer
 
     def _unmerged(self) -> list[str]:
-        """The adapters in force that are not part of the raw matrix."""
+        """Return the names of the active adapters that are not merged into the raw matrix."""
         return [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]
 
     def _row_lengths(self, raw: Tensor, active: list[str]) -> Tensor:
@@ -84,7 +84,7 @@ class LoraNormHead(LoraLinear):
 
 
 def as_adapter(module: Any) -> nn.Module:
-    """The module that peft puts in the place of a NormHead, made right or refused."""
+    """Convert the module by which peft replaces a NormHead, or raise a TypeError if it is not supported."""
     kind = type(module)
     if kind is ModulesToSaveWrapper or kind is LoraNormHead:
         return module
@@ -97,7 +97,7 @@ def as_adapter(module: Any) -> nn.Module:
 
 
 def refuse_others(config: Any) -> None:
-    """Raise a TypeError where LoRA of this configuration reads or writes the weight of the head in ways of its own."""
+    """Raise a TypeError for a LoRA configuration that reads or writes the weight of the head in an unsupported way."""
     if config.init_lora_weights not in _INIT:
         raise _refusal(f"init_lora_weights={config.init_lora_weights!r}")
     if config.lora_bias:

@@ -12,24 +12,25 @@ from transformers import LlamaConfig
 class BaichuanM1Config(LlamaConfig):
     """Configuration of `BaichuanM1ForCausalLM`.
 
-    The head size of a layer is hidden_size divided by its query heads. Besides the fields of `LlamaConfig`:
+    The head size of a layer is hidden_size divided by its number of query heads. The fields are those of `LlamaConfig`,
+    and:
 
     Args:
-        sliding_window_layers: numbers of the layers that attend to a window; always needed, [] for none.
-        sliding_window: each token of those layers attends to this many tokens, itself included; 2 or more.
-        num_swa_attention_heads, num_swa_key_value_heads: query heads and KV heads of those layers; None: those of the
-            other layers.
-        conv_window: tokens that the convolution of keys and values mixes, the current one included: 2.
-        rope_theta: always needed, here or in `rope_parameters`.
+        sliding_window_layers: indices of the layers with sliding-window attention; required, [] for none.
+        sliding_window: number of tokens that each token of those layers attends to, itself included; 2 or more.
+        num_swa_attention_heads, num_swa_key_value_heads: numbers of query heads and KV heads in those layers; None: as
+            in the other layers.
+        conv_window: number of tokens that the convolution of keys and values mixes, the current one included; always 2.
+        rope_theta: base of the rotary embedding; required, here or in `rope_parameters`.
 
     Raises:
-        ValueError: a field is missing or has another value; the message names it, its value and what it should be.
+        ValueError: a field is missing or has a wrong value; the message names it, its value and what is expected.
     """
 
     model_type = "baichuan_m1"
-    has_no_defaults_at_init = True  # without sliding_window_layers there is no configuration
+    has_no_defaults_at_init = True  # sliding_window_layers must be given
     base_model_tp_plan = None
-    # What the caches and the decoder ask of a model with KV shift.
+    # The caches and the decoder read these from the configuration of any model with KV shift.
     shift_targets: ClassVar[tuple[str, ...]] = ("k", "v")
     shift_window: ClassVar[int] = 2
 
@@ -51,7 +52,7 @@ class BaichuanM1Config(LlamaConfig):
         numbers = range(self.num_hidden_layers)
         if (
             not isinstance(layers, list)
-            or not all(type(layer) is int and layer in numbers for layer in layers)  # no bool, which is an int too
+            or not all(type(layer) is int and layer in numbers for layer in layers)  # not bool, a subclass of int
             or len(set(layers)) < len(layers)
         ):
             raise ValueError(
@@ -85,19 +86,19 @@ class BaichuanM1Config(LlamaConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """By which transformers' caches and masks tell layers apart."""
+        """Type of each layer, for transformers' caches and masks."""
         sliding = set(self.sliding_window_layers or ())
         return ["sliding_attention" if i in sliding else "full_attention" for i in range(self.num_hidden_layers)]
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """Query heads and KV heads of a layer."""
+        """Return the numbers of query heads and KV heads of a layer."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.layer_types[layer] == "sliding_attention":
             heads, kv_heads = self.num_swa_attention_heads or heads, self.num_swa_key_value_heads or kv_heads
         return heads, kv_heads  # type: ignore[return-value]
 
     def to_dict(self) -> dict[str, Any]:
-        """Of transformers; what is saved: `rope_theta` also where the released layout has it."""
+        """Return the fields to save, with `rope_theta` also at the top level, as in the released layout."""
         saved = super().to_dict()
         saved["rope_theta"] = saved["rope_parameters"]["rope_theta"]
         return saved

@@ -1,7 +1,7 @@
-"""Loading by `accelerate.load_checkpoint_and_dispatch`, which goes by the names of a model's parameters alone.
+"""Loading by `accelerate.load_checkpoint_and_dispatch`, which matches weights and parameters only by name.
 
-With a device map accelerate skips what has no parameter of its name, and offers no place for a conversion. Before it
-loads it calls `model.state_dict()`: there the convolutions are loaded, and it does the rest.
+With a device map, accelerate skips weights that have no parameter of the same name, and offers no hook to convert them.
+Before it loads the others, it calls `model.state_dict()`, and there this module loads the convolutions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvshift.models.baichuan_m1.layout import CONVOLUTIONS, to_coefficients
 
 
 def load_convolutions(model: nn.Module, caller: FrameType) -> None:
-    """Where accelerate's loading is the caller: load the coefficients, in float32, from the files that it is to load.
+    """If accelerate's loading is the caller, load the coefficients, in float32, from the files that it is loading.
 
     Raises:
-        ValueError: a weight stands in the files by two names, or modules are to be offloaded to disk.
+        ValueError: a weight is in the files under two names or in a wrong shape, or modules would be offloaded to disk.
     """
     if (caller.f_globals.get("__name__"), caller.f_code.co_name) != (
         "accelerate.utils.modeling",
@@ -31,7 +31,7 @@ def load_convolutions(model: nn.Module, caller: FrameType) -> None:
         return
     device_map, files = caller.f_locals["device_map"], caller.f_locals["checkpoint_files"]
     if device_map is None:
-        return  # it calls `load_state_dict`, which takes the released names
+        return  # accelerate calls `load_state_dict`, which accepts the released names
     if "disk" in device_map.values():
         raise ValueError(
             'device_map of load_checkpoint_and_dispatch must not have "disk" for a Baichuan-M1: accelerate would not '
@@ -43,7 +43,7 @@ def load_convolutions(model: nn.Module, caller: FrameType) -> None:
         ours, parameter = CONVOLUTIONS[last].split(".")
         shift: Any = modules.get(f"{path}.{ours}")
         if shift is None:
-            continue  # of a layer that this model does not have, as accelerate skips others
+            continue  # belongs to a layer that this model does not have; accelerate skips those too
         coefficients = to_coefficients(tensor).float()
         first = found.setdefault(f"{path}.{parameter}", name)
         if first != name:

@@ -1,4 +1,4 @@
-"""The head of Baichuan-M1, which brings the rows of its matrix to length 1.
+"""The head of Baichuan-M1, which normalises the rows of its matrix to length 1.
 
 Shapes: E model width, V vocabulary.
 """
@@ -16,16 +16,16 @@ from torch.nn import functional
 
 
 class NormHead(nn.Linear):
-    """A head without bias whose rows have length 1.
+    """A linear head without bias whose rows have length 1.
 
         logits[v] = x . weight[v],  weight[v] = raw[v] / (|raw[v]| + 1e-7)
 
-    `weight` is the matrix that hidden states are multiplied by, for all code that reads it: losses that never make the
-    logits, quantization, distillation. The parameter is `raw`: it has the released name in `named_parameters` and
-    `state_dict`, `model.get_parameter("lm_head.weight")` returns it, and the optimizer updates it. Because `weight` is
-    computed at each access, (V, E), writing to it or to its `.data` changes nothing: write to the parameter.
+    `weight` is the matrix that multiplies the hidden states, for all code that reads it: losses that do not compute
+    the logits, quantization, distillation. The parameter is `raw`: it has the released name in `named_parameters` and
+    `state_dict`, `model.get_parameter("lm_head.weight")` returns it, and the optimizer updates it. Because `weight`,
+    (V, E), is computed at each access, writing to it or to its `.data` has no effect: write to the parameter.
 
-    `forward` divides the logits, in float32, rather than the rows, which needs no second matrix.
+    `forward` divides the logits, in float32, instead of the rows, and so needs no second matrix.
     """
 
     _shows_raw = False
@@ -39,7 +39,7 @@ class NormHead(nn.Linear):
 
     @property
     def weight(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """(V, E), rows of length 1; differentiable. Without gradients a Parameter, which quantization copies."""
+        """Matrix (V, E) with rows of length 1; differentiable. Under no_grad, a Parameter that quantization copies."""
         if "weight" not in self._parameters and "weight" not in self.__dict__:
             raise AttributeError("weight")  # not registered yet, or deleted
         raw = self.raw
@@ -50,7 +50,7 @@ class NormHead(nn.Linear):
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
-        self.__dict__["weight"] = value  # a plain tensor; a Parameter is registered and does not come here
+        self.__dict__["weight"] = value  # a plain tensor; assigning a Parameter registers it instead
 
     @weight.deleter
     def weight(self) -> None:
@@ -58,7 +58,7 @@ class NormHead(nn.Linear):
 
     @contextmanager
     def showing_raw(self) -> Iterator[None]:
-        """While it is open, `weight` is the parameter, for code that writes to it."""
+        """Let `weight` return the parameter within this context, for code that writes to it."""
         before, self._shows_raw = self._shows_raw, True
         try:
             yield
@@ -67,7 +67,7 @@ class NormHead(nn.Linear):
 
     @contextmanager
     def keeping_lengths(self) -> Iterator[None]:
-        """While it is open, the parameter does not change: its V lengths are computed once, not at every call."""
+        """Compute the V row lengths once, not at every call. The parameter must not change within this context."""
         before, self._keeps_lengths = self._keeps_lengths, True
         try:
             yield
@@ -92,10 +92,10 @@ class NormHead(nn.Linear):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         if name == "weight" and type(param).__module__.partition(".")[0] == "torchao":
-            self.__class__ = nn.Linear  # type: ignore[assignment]  # it quantized the rows of length 1, in place
+            self.__class__ = nn.Linear  # type: ignore[assignment]  # torchao quantized the normalised rows, in place
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":  # `nn.Module` would return the parameter where the property raises
+        if name == "weight":  # `nn.Module` would return the parameter if the property raises
             raise AttributeError(f"the rows of a {type(self).__name__} could not be computed")
         return super().__getattr__(name)
 
@@ -109,7 +109,7 @@ class NormHead(nn.Linear):
 
 
 def _manages_parameters() -> bool:
-    """Whether `weight` is read to move, shard or tie the parameter of that name, as FSDP and accelerate do."""
+    """Return True if the caller reads `weight` to move, shard or tie the parameter, as FSDP and accelerate do."""
     if torch.compiler.is_compiling():
         return False
     caller = sys._getframe(2)
@@ -119,19 +119,19 @@ def _manages_parameters() -> bool:
 
 
 def row_lengths(matrix: Tensor) -> Tensor:
-    """What the rows are divided by, (V,): their L2 norm + 1e-7, in float32 or wider."""
+    """Return the divisors of the rows, (V,): their L2 norms + 1e-7, in float32 or wider."""
     wide = torch.promote_types(matrix.dtype, torch.float32)
     return torch.linalg.vector_norm(matrix, dim=1, dtype=wide) + 1e-7
 
 
 def as_head(module: nn.Module) -> nn.Module:
-    """What becomes `lm_head` of a model: an ordinary Linear, as `resize_token_embeddings` brings, is made a NormHead.
+    """Convert a module to the `lm_head` of a model: a Linear, as from `resize_token_embeddings`, becomes a NormHead.
 
-    A layer of another class, as quantization brings, is taken as it is: a copy of `NormHead.weight`.
+    A layer of another class, such as a quantized one, is returned unchanged: it holds a copy of `NormHead.weight`.
 
     Raises:
-        TypeError: the module is an adapter that would be wrong, or its weights are still to be loaded and nothing
-            would bring their rows to length 1.
+        TypeError: the module is an unsupported adapter, a Linear with a bias, or a module whose weights are not loaded
+            yet and would not be normalised.
     """
     kind = type(module)
     if kind is nn.Linear and module.bias is None:
@@ -140,7 +140,7 @@ def as_head(module: nn.Module) -> nn.Module:
         from kvshift.models.baichuan_m1.adapter import as_adapter
 
         return as_adapter(module)
-    if any(isinstance(part, NormHead) for part in module.modules()):  # itself, or within FSDP
+    if any(isinstance(part, NormHead) for part in module.modules()):  # the module itself, or one inside FSDP
         return module
     if any(tensor.is_meta for tensor in module.parameters()) or kind is nn.Linear:
         raise TypeError(

@@ -1,12 +1,12 @@
-"""Names and shapes of the released checkpoints, and below each ours.
+"""Names and shapes in the released checkpoints and, below each, in this package.
 
     self_attn.conv_k, earlier K    (1, 1, G, 1, 2), previous token first
     self_attn.shift.alpha          (G, 2), current token first
 
-    self_attn.conv_v, earlier V    likewise
-    self_attn.shift.beta           likewise
+    self_attn.conv_v, earlier V    the same as conv_k
+    self_attn.shift.beta           the same as alpha
 
-All other names and shapes are the same: nothing else is touched, and saving writes the released layout again.
+All other names and shapes are the same in both. Models are saved in the released layout.
 
 Shapes: G KV heads.
 """
@@ -22,15 +22,15 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 _NAMES = {"conv_k": "shift.alpha", "conv_v": "shift.beta"}
 _EARLIER = {"K": "shift.alpha", "V": "shift.beta"}
 CONVOLUTIONS = _NAMES | _EARLIER
-"""Names in an attention of a checkpoint, and those of the model."""
+"""Names in an attention layer of a checkpoint, mapped to names in the model."""
 BOTH_NAMES = (0, 0, 0)
-"""Shape that stands for a weight given by both its names, so that loading refuses it; no other weight comes back so."""
+"""Shape of the placeholder for a weight that is given under both names, which makes loading fail; no weight has it."""
 
 
 def to_coefficients(conv: Tensor) -> Tensor:
-    """(G, 2) with the current token first, of a released (1, 1, G, 1, 2) with the previous token first.
+    """Convert a released weight (1, 1, G, 1, 2), previous token first, to coefficients (G, 2), current token first.
 
-    What has another shape comes back in one that no parameter has, so that loading refuses it.
+    A tensor of another shape is returned in a shape that no parameter has, so that loading refuses it.
     """
     if conv.ndim == 5 and conv.shape[:2] == (1, 1) and conv.shape[3] == 1:
         return conv[0, 0, :, 0].flip(-1)
@@ -38,7 +38,7 @@ def to_coefficients(conv: Tensor) -> Tensor:
 
 
 def to_released(coefficients: Tensor) -> Tensor:
-    """The inverse of `to_coefficients`."""
+    """Convert coefficients to a released weight: the inverse of `to_coefficients`."""
     return coefficients.flip(-1)[None, None, :, None].contiguous()
 
 
@@ -57,7 +57,7 @@ class _ToCoefficients(ConversionOps):
 
 
 class _ToReleased(ConversionOps):
-    """In the dtype of the model where that changes no number: coefficients that were read come out as they went in."""
+    """The inverse conversion, to the model's dtype where that is exact: loaded weights are saved as they were."""
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
@@ -73,14 +73,14 @@ class _ToReleased(ConversionOps):
 
 
 class _IfRead(WeightConverter):
-    """Saves by the earlier names only what was read by them."""
+    """A converter that saves weights under the earlier names only if they were loaded under them."""
 
     def reverse_transform(self) -> WeightTransform:
-        return super().reverse_transform() if self.was_used() else self  # which matches no name of ours
+        return super().reverse_transform() if self.was_used() else self  # which matches no name in the model
 
 
 def conversions() -> list[WeightConverter]:
-    """For `from_pretrained` of transformers and, reversed, for `save_pretrained`."""
+    """Return the converters for `from_pretrained` of transformers and, reversed, for `save_pretrained`."""
     return [
         kind(f"self_attn.{released}", f"self_attn.{ours}", operations=[_ToCoefficients()])
         for kind, names in ((WeightConverter, _NAMES), (_IfRead, _EARLIER))
@@ -89,21 +89,21 @@ def conversions() -> list[WeightConverter]:
 
 
 def released_name(key: str) -> str:
-    """What a weight of the model is called in a checkpoint."""
+    """Return the name in a checkpoint of a weight of the model."""
     for released, ours in _NAMES.items():
         key = key.replace(f"self_attn.{ours}", f"self_attn.{released}")
     return key
 
 
 def both_names(key: str) -> str:
-    """Both names that a weight of the model has in checkpoints."""
+    """Return both names that a weight of the model has in checkpoints, joined by "and"."""
     released = released_name(key)
     start, _, last = released.rpartition(".")
     return f"{released} and {start}.{last[-1].upper()}"
 
 
 def load_released_names(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """`load_state_dict` of an attention takes a released checkpoint too, as `Trainer` gives it when it resumes."""
+    """Convert released weights in a state dict in place, before `load_state_dict`, as `Trainer` needs to resume."""
     for (released, ours), earlier in zip(_NAMES.items(), _EARLIER, strict=True):
         given = [prefix + name for name in (released, earlier) if prefix + name in state_dict]
         if len(given) == 2:

@@ -1,4 +1,4 @@
-"""Baichuan-M1: what differs from Llama with KV shift, and nothing else.
+"""Baichuan-M1: only the differences from Llama with KV shift.
 
 Shapes: E model width, V vocabulary.
 """
@@ -31,7 +31,7 @@ from kvshift.ops.rope import half_tables
 
 
 class BaichuanM1Attention(ShiftedAttention, nn.Module):
-    """Attention of one layer: heads of its own number and size, one matrix for queries, keys and values."""
+    """Attention whose number and size of heads depend on the layer, with one matrix for queries, keys and values."""
 
     eager_attention = staticmethod(eager_attention_forward)
     is_causal = True
@@ -61,13 +61,13 @@ class BaichuanM1Attention(ShiftedAttention, nn.Module):
 
 
 class BaichuanM1DecoderLayer(KVShiftLlamaDecoderLayer):
-    """Llama's layer around `BaichuanM1Attention`."""
+    """Llama's decoder layer with `BaichuanM1Attention`."""
 
     attention_class = BaichuanM1Attention
 
 
 class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
-    """What the models share: coefficients stay in float32; a checkpoint that does not fit is refused."""
+    """Base class of the models: it keeps coefficients in float32 and refuses checkpoints that do not fit."""
 
     config: BaichuanM1Config
     config_class = BaichuanM1Config
@@ -79,20 +79,20 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
             super()._init_weights(module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of `nn.Module`; where accelerate calls it to load a checkpoint, see `load_convolutions`."""
+        """Return the state dict. If accelerate calls this to load a checkpoint, `load_convolutions` runs first."""
         load_convolutions(cast(nn.Module, self), sys._getframe(1))
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As transformers does, but no weight is left at random: every one must be there, and no other.
+        """Load a model as transformers does, but require exactly the weights of the model: none is left at random.
 
         Raises:
             ValueError: weights are missing, unknown or of another shape; the message names them.
             OSError: a file is missing or cut off.
         """
-        kwargs["ignore_mismatched_sizes"] = True  # they are refused below, by name
-        kwargs.setdefault("use_safetensors", True)  # nothing is unpickled unless it is asked for
+        kwargs["ignore_mismatched_sizes"] = True  # refused below, with their names
+        kwargs.setdefault("use_safetensors", True)  # nothing is unpickled unless requested
         try:
             loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
@@ -118,10 +118,10 @@ class BaichuanM1Model(BaichuanM1PreTrainedModel, KVShiftLlamaModel):
     """The decoder without a head; see `transformers.LlamaModel`."""
 
     layer_class = BaichuanM1DecoderLayer
-    _keys_to_ignore_on_load_unexpected: ClassVar = [r"^lm_head\.weight$"]  # of a checkpoint with a head
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"^lm_head\.weight$"]  # in a checkpoint with a head
 
     def rotary_embedding(self, config: BaichuanM1Config) -> nn.Module:
-        """One for each type of layers, which differ in the size of their heads."""
+        """Return a rotary embedding for each type of layer: their head sizes differ."""
         by_type = {}
         for layer, kind in enumerate(config.layer_types):
             of_layer = copy.copy(config)
@@ -143,24 +143,24 @@ class BaichuanM1ForCausalLM(ShiftedGeneration, BaichuanM1PreTrainedModel, LlamaF
 
     def __init__(self, config: BaichuanM1Config) -> None:
         self._check_config(config)
-        super(LlamaForCausalLM, self).__init__(config)  # not Llama's own, as above
+        super(LlamaForCausalLM, self).__init__(config)  # skips LlamaForCausalLM.__init__ and its LlamaModel
         self.model = BaichuanM1Model(config)
         self.vocab_size = config.vocab_size
         self.lm_head = NormHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Of transformers, which reads and writes the parameter of the head."""
+        """Resize as transformers does, which reads and writes the parameter of the head."""
         with self.lm_head.showing_raw() if isinstance(self.lm_head, NormHead) else nullcontext():
             return super().resize_token_embeddings(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Of transformers; the lengths of the head's rows are computed once for all tokens."""
+        """Generate as transformers does; the lengths of the head's rows are computed once for all tokens."""
         with self.lm_head.keeping_lengths() if isinstance(self.lm_head, NormHead) else nullcontext():
             return super().generate(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Whatever replaces the head must bring its rows to length 1 as well; see `as_head`."""
+        """Set an attribute. A replacement of the head must normalise its rows to length 1 too; see `as_head`."""
         if name == "lm_head":
             value = as_head(value)
         elif name == "peft_config" and type(getattr(self, "lm_head", None)).__name__ == "LoraNormHead":

@@ -1,4 +1,4 @@
-"""The checkpoint that the paper's authors published with it, as weights of `KVShiftLlamaForCausalLM`.
+"""The checkpoint that the authors published with the paper, as weights of `KVShiftLlamaForCausalLM`.
 
 Shapes: H query heads, G KV heads, D head size, E model width, V vocabulary.
 """
@@ -16,19 +16,19 @@ _COEFFICIENTS = {"K": "shift.alpha", "V": "shift.beta"}
 
 
 def from_paper(weights: Mapping[str, Tensor], config: KVShiftLlamaConfig, *, norm_head: bool) -> dict[str, Tensor]:
-    """The state dict of a `KVShiftLlamaForCausalLM` from the weights of `KV_shifting_2.9B`.
+    """Convert the weights of `KV_shifting_2.9B` to a state dict of `KVShiftLlamaForCausalLM`.
 
         self_attn.K, V (G, 2), previous token first     self_attn.shift.alpha, beta (G, 2), current token first
         self_attn.W_pack.weight ((H + 2 G) D, E)        self_attn.{q,k,v}_proj.weight, the rows in this order
         lm_head.weight (V, E)                           with `norm_head`, rows / (their L2 norm + 1e-7)
 
-    All other names are those of Llama. `K` and `V`, their shape and their order are the paper's (appendix M). The other
-    names are Baichuan's and not confirmed: what has other names is refused.
+    All other names are those of Llama. The names, shape and order of `K` and `V` are the paper's (appendix M). The
+    other names are Baichuan's and not confirmed; weights with any other name are refused.
 
     Args:
-        weights: by name; they stay as they are.
-        config: of the model, `size_config("2.9B")`.
-        norm_head: whether that model normalises the rows of its head, as Baichuan-M1 does; the paper does not say.
+        weights: tensors by name; they are not modified.
+        config: configuration of the model, `size_config("2.9B")`.
+        norm_head: whether the model normalises the rows of its head, as Baichuan-M1 does; the paper does not say.
 
     Raises:
         ValueError: weights are missing, unknown or of another shape; the message names them.

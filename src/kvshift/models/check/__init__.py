@@ -1,7 +1,7 @@
-"""Whether a causal language model of transformers is right at its edges: documents, padding, caches, generation.
+"""Checks of a causal language model of transformers at its edges: documents, padding, caches, generation.
 
-`check_model(model)` checks any: ours, retrofits, the models of transformers, remote code. `kvshift check` is its
-command line; docs/check.md says what each property is.
+`check_model(model)` checks any such model: those of this package, retrofitted ones, those of transformers, remote code.
+`kvshift check` is its command line; docs/check.md describes the properties.
 """
 
 from kvshift.models.check.findings import Report, Verdict

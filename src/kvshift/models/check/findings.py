@@ -1,4 +1,4 @@
-"""Results of a check: differences from a reference, errors that are refusals and errors that are not, verdicts."""
+"""Results of a check: differences from a reference, refusals and other errors, verdicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VerdictName = Literal["right", "wrong", "refused", "not supported"]
 _REFUSING = re.compile(
     r"not (yet )?(been )?(supported|implemented|compatible|available|possible|allowed)|(n't|not) support|unsupported|"
     r"incompatible|\b(cannot|can't) (use|be used|carry|hold|keep|crop|take)|only supported|must (be|not)|has no path|"
-    r"is an argument of|\brequires?\b|forwarding implemented",  # the last of `generate` from inputs_embeds
+    r"is an argument of|\brequires?\b|forwarding implemented",  # the last: `generate` from inputs_embeds
     re.IGNORECASE,
 )
 _DELIBERATE = (ValueError, NotImplementedError, TypeError, RuntimeError)
@@ -25,11 +25,11 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class NotSupportedError(Exception):
-    """The model has no such argument, or no such path."""
+    """The model does not have the argument or the feature that is checked."""
 
 
 class WrongShapeError(Exception):
-    """The model returned logits of another shape than its tokens have."""
+    """The model returned logits whose shape does not match that of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Verdict:
     """The result for one property.
 
     Attributes:
-        detail: what is wrong and where it begins, the line of a refusal, or what is missing.
-        error: the largest difference from the reference, in the unit of `of`; None where nothing was compared.
-        tolerance: what rounding may do, in the same unit.
-        of: "logits", "log-probabilities" or "gradients"; these as parts of the largest.
-        first: the first position that is wrong: "case", "sequence", "position"; None where none is.
-        positions, wrong: how many were compared, and how many of them are wrong.
+        detail: what is wrong and where it begins, the message of a refusal, or what is missing.
+        error: largest difference from the reference, in the quantity `of`; None if nothing was compared.
+        tolerance: largest difference that counts as rounding, in the same quantity.
+        of: the compared quantity: "logits", "log-probabilities", or "gradients" relative to the largest gradient.
+        first: "case", "sequence" and "position" of the first wrong position; None if there is none.
+        positions, wrong: number of positions that were compared, and that are wrong.
     """
 
     property: str
@@ -61,12 +61,12 @@ class Report:
     """The result of `check_model`.
 
     Attributes:
-        model: the class.
-        dtype: of the check.
-        spread: standard deviation of the logits over the vocabulary, the mean over positions.
-        tolerance: of a logit, as `noise` of rounding gives it.
-        notes: limits of this check, and how it departs from the model that was given.
-        versions: of Python and the packages that matter.
+        model: name of the model's class.
+        dtype: dtype in which the model was checked.
+        spread: standard deviation of the logits over the vocabulary, averaged over positions.
+        tolerance: largest difference of a logit that counts as rounding; it follows from `noise`.
+        notes: limits of this check, and differences between the checked model and the given one.
+        versions: versions of Python and of the main packages.
     """
 
     model: str
@@ -87,11 +87,11 @@ class Report:
         return [verdict for verdict in self.verdicts if verdict.verdict == "wrong"]
 
     def of(self, name: str) -> Verdict:
-        """The verdict of a property by its name."""
+        """Return the verdict of the property with this name."""
         return next(verdict for verdict in self.verdicts if verdict.property == name)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it: an error that is not finite is the string "nan" or "inf"."""
+        """Return a dict for JSON, in which an error that is not finite is the string "nan" or "inf"."""
         values = asdict(self)
         for verdict in values["verdicts"]:
             if verdict["error"] is not None and not -float("inf") < verdict["error"] < float("inf"):
@@ -103,8 +103,8 @@ class Comparison:
     """Differences between a model's results and the reference, position by position.
 
     Attributes:
-        case: what is being compared, which a verdict names.
-        remark: the detail of a verdict that is right.
+        case: what is being compared, as named in the verdict.
+        remark: detail of the verdict if it is "right".
     """
 
     def __init__(self, tolerance: float) -> None:
@@ -114,14 +114,14 @@ class Comparison:
         self.case = self.remark = ""
 
     def add(self, got: Tensor, expected: Tensor, **where: Any) -> None:
-        """Compare (T, V) with (T, V); `where` as in `add_errors`."""
+        """Compare logits (T, V) with the expected ones; `where` as in `add_errors`."""
         self.add_errors(differences(got, expected), **where)
 
     def add_errors(self, error_T: Tensor, *, sequence: int = 0, start: int = 0, within: str = "") -> None:
-        """Add the errors of positions from `start` on; one that is not a number counts as infinite.
+        """Add the errors of the positions from `start` on; NaN counts as infinite.
 
         Args:
-            within: a part of the case.
+            within: the part of the case that these positions belong to.
         """
         error_T = error_T.nan_to_num(float("inf"))
         bad_T = error_T > self.tolerance
@@ -133,7 +133,7 @@ class Comparison:
             self.first = {"case": case, "sequence": sequence, "position": start + int(bad_T.nonzero()[0])}
 
     def verdict(self, name: str, spread: float, raised: BaseException | None = None) -> Verdict:
-        """The verdict, where `raised` ended the comparison, if anything did."""
+        """Return the verdict; `raised` is the exception that ended the comparison, if any."""
         kind, detail = "right", self.remark
         if self.first is not None:
             kind, detail = "wrong", self._first_error(spread, **self.first)
@@ -162,15 +162,15 @@ class Comparison:
 
 
 def differences(got: Tensor, expected: Tensor) -> Tensor:
-    """The largest difference (T,) of each position of (T, V); none where both are infinite alike."""
+    """Return the largest difference at each position, (T,), of two (T, V); equal infinities do not differ."""
     return torch.where(got == expected, 0.0, (got - expected).abs()).amax(-1)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error is meant for the caller: a `raise` outside of torch with a message that says "not supported".
+    """Return True if an error is meant for the caller: a `raise` outside of torch that says "not supported" or similar.
 
-    Errors of torch's operations on shapes that do not fit, missing attributes or keys, and failed assertions are not;
-    nor is a message of an internal function that was called where it should not have been.
+    Errors of torch operations on shapes that do not match, missing attributes or keys, and failed assertions are not
+    refusals; nor are messages of internal functions that were called by mistake.
     """
     if not isinstance(error, _DELIBERATE):
         return False
@@ -181,10 +181,10 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def origin(error: BaseException) -> traceback.FrameSummary:
-    """The innermost call that an error came from."""
+    """Return the innermost frame of an error's traceback."""
     return traceback.extract_tb(error.__traceback__, limit=-1)[0]
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message, up to 240 characters, or the name of its type if it is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:240]

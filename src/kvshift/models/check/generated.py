@@ -1,4 +1,4 @@
-"""`generate`: each token and its logits must be those of the sequence alone, without a cache.
+"""Checks of `generate`: each token and its logits must be those of the sequence alone, without a cache.
 
 Shapes: B batch, T positions, V vocabulary.
 """
@@ -20,7 +20,7 @@ _NEW = 6
 
 
 def greedy(prompts: Iterable[Batch], embedded: bool = False, new: int = _NEW, **options: Any) -> None:
-    """Greedy `generate` from prompts or their embeddings: logits are right, and each token has the largest of them."""
+    """Check greedy `generate` from prompts or their embeddings: logits are right, and each token has the largest."""
     for batch in prompts:
         result = batch.subject.result
         result.case = batch.case
@@ -28,7 +28,7 @@ def greedy(prompts: Iterable[Batch], embedded: bool = False, new: int = _NEW, **
             batch.subject.require("inputs_embeds")
         output = batch.subject.generate(batch.ids, batch.attention_mask, new=new, embedded=embedded, **options)
         for row, _, prompt, _ in batch.places:
-            tokens = output.sequences[row].cpu()[-len(output.logits) :]  # from embeddings, it has no prompt
+            tokens = output.sequences[row].cpu()[-len(output.logits) :]  # without the prompt, if there is one
             reference = batch.subject.alone(torch.cat([prompt, tokens]))[len(prompt) - 1 : -1]
             logits = torch.stack([logits[row].cpu().double() for logits in output.logits])
             missed = reference.amax(1) - reference.gather(1, tokens.unsqueeze(1)).squeeze(1)  # each may be off by half
@@ -37,7 +37,7 @@ def greedy(prompts: Iterable[Batch], embedded: bool = False, new: int = _NEW, **
 
 
 def beams(subject: Subject) -> None:
-    """Beam search: the log-probability of each token of each beam, and the beams themselves, as without a cache."""
+    """Check that beam search gives the right log-probability of each token, and the same beams as without a cache."""
     result = subject.result
     result.of, result.tolerance = "log-probabilities", 2 * result.tolerance
     prompts = subject.tokens(2, subject.length // 3)
@@ -48,7 +48,7 @@ def beams(subject: Subject) -> None:
         return subject.generate(prompts, torch.ones_like(prompts), new=_NEW, **options)
 
     def log_probabilities(sequence: Tensor) -> Tensor:
-        """Of the new tokens, by the reference."""
+        """Return the log-probabilities of the new tokens according to the reference."""
         scores = subject.alone(sequence)[start - 1 : -1].log_softmax(-1)
         return scores.gather(1, sequence[start:].unsqueeze(1)).squeeze(1)
 
@@ -61,14 +61,14 @@ def beams(subject: Subject) -> None:
         result.add_errors((scores - log_probabilities(sequence)).abs(), sequence=number // 2, start=start)
     result.case = "beams without a cache"
     for number, both in enumerate(zip(output.sequences.cpu(), search(use_cache=False).sequences.cpu(), strict=True)):
-        if not torch.equal(*both):  # then the reference must rate them alike
+        if not torch.equal(*both):  # then both must be equally probable by the reference
             cached, uncached = (log_probabilities(sequence).sum() for sequence in both)
             error = (cached - uncached).abs() / _NEW
             result.add_errors(error.reshape(1), sequence=number // 2, start=start)
 
 
 def assisted(subject: Subject) -> None:
-    """Drafts of four tokens, of which the first 0, 1, 2, 3 and 4 are those of the reference, in turn."""
+    """Check drafts of four tokens, of which in turn the first 0, 1, 2, 3 and 4 are those of the reference."""
     prompt = subject.tokens(subject.length // 2)
     reference, wrong, right = prompt, subject.vocabulary[:2], cycle(range(5))
     for _ in range(2 * _NEW + 5):
@@ -83,13 +83,13 @@ def assisted(subject: Subject) -> None:
 
 
 def prompt_lookup(subject: Subject) -> None:
-    """Drafts from a prompt that repeats itself."""
+    """Check drafts by prompt lookup, from a prompt that repeats itself."""
     pattern = subject.tokens(max(subject.length // 4, 3))
     _greedy_with_drafts(subject, torch.cat([pattern, pattern, pattern[:2]]), 3)
 
 
 def _greedy_with_drafts(subject: Subject, prompt: Tensor, size: int, draft: Callable | None = None) -> None:
-    """Greedy `generate` with drafts of `size` tokens, which this function makes, or the prompt suggests."""
+    """Check greedy `generate` with drafts of `size` tokens, made by `draft` or, if it is None, by prompt lookup."""
     make, rejected = subject.model._get_candidate_generator, list[int]()
 
     def counting(**options: Any) -> Any:

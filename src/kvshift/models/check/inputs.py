@@ -19,7 +19,7 @@ ALL = {"": slice(None)}
 
 
 class Place(NamedTuple):
-    """A sequence of n tokens in a batch: its row, its columns in rising order, and its name in a pack."""
+    """A sequence in a batch: its row, its columns in increasing order, its tokens, and its name in a pack."""
 
     row: int
     columns: list[int]
@@ -28,16 +28,16 @@ class Place(NamedTuple):
 
 
 class Batch:
-    """Sequences in rows, padded with random tokens, and the arguments of `forward` that say where they are.
+    """Sequences in rows, padded with random tokens, and the arguments of `forward` that describe their places.
 
     Args:
-        rows: a sequence, or the documents of a pack, for each row; beside a pack, every row counts as one.
-        case: names the batch in verdicts.
-        padding: on the "left", the "right", or, "inner", also after each document.
-        width: T, where it is more than the longest row needs.
+        rows: for each row, a sequence or the documents of a pack; if one row is a pack, all rows are treated as packs.
+        case: name of the batch in verdicts.
+        padding: "left", "right", or "inner", after each document.
+        width: T, if it is to be more than the longest row needs.
 
     Attributes:
-        cache, column: of the calls with a cache so far, and the column where the next begins.
+        cache, column: the cache of the calls so far, and the column where the next call begins.
     """
 
     def __init__(self, subject: Subject, rows: Rows, case: str = "", padding: str = "right", width: int = 0) -> None:
@@ -60,7 +60,7 @@ class Batch:
 
     @property
     def position_ids(self) -> Tensor:
-        """(B, T); they begin again with each document of a pack."""
+        """Positions (B, T), which restart with each document of a pack."""
         first = self.subject.first_position
         if not self.packed:
             return (self.attention_mask.cumsum(1) - 1).clamp(min=0) + first
@@ -71,7 +71,7 @@ class Batch:
 
     @property
     def cu_seq_lens_q(self) -> Tensor:
-        """Where each document of a single row begins, and its end: (documents + 1,)."""
+        """Start of each document in a single row, and the end of the row: (documents + 1,)."""
         return torch.tensor([*(place.columns[0] for place in self.places), self.width], dtype=torch.int32)
 
     @property
@@ -81,9 +81,9 @@ class Batch:
     cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
 
     def arguments(self, names: Iterable[str], part: slice = slice(None)) -> dict[str, Any]:
-        """Arguments of `forward` by name for a part of the columns; the mask also covers those before them.
+        """Return arguments of `forward` by name for a part of the columns; the mask also covers the columns before.
 
-        The position_ids of a pack name its documents; those of other batches are only for a model that takes them.
+        The position_ids of a pack mark its documents; those of other batches are only passed to models that take them.
         """
         takes = self.subject.takes
         values = {name: getattr(self, name) for name in names if self.packed or name != "position_ids" or takes(name)}
@@ -93,11 +93,11 @@ class Batch:
         return values
 
     def forward(self, names: Iterable[str] = (), **options: Any) -> Tensor:
-        """Logits (B, T, V) of one call without a cache that gets the arguments of these names."""
+        """Return the logits (B, T, V) of one call without a cache, with the arguments of these names."""
         return self.subject.forward(self.ids, **self.arguments(names), **options)
 
     def feed(self, size: int, names: Iterable[str], **options: Any) -> Tensor:
-        """Logits (B, size, V) of a call that gets the next columns and the cache of the call before."""
+        """Feed the next columns with the cache of the previous call, and return their logits (B, size, V)."""
         part = slice(self.column, self.column + size)
         arguments = self.arguments(names, part)
         logits, self.cache = self.subject.resume(self.ids[:, part], self.cache, **arguments, **options)
@@ -105,7 +105,7 @@ class Batch:
         return logits
 
     def extend(self, new: Tensor) -> None:
-        """Continue the last sequence of each row with `new` (B, N), behind any padding; drop the sequences before."""
+        """Append `new` (B, N) to the last sequence of each row, after any padding; drop the earlier sequences."""
         columns = list(range(self.width, self.width + new.shape[1]))
         last = {place.row: place for place in self.places}.values()
         self.places = [Place(i, [*at, *columns], torch.cat([tokens, new[i]]), "") for i, at, tokens, _ in last]
@@ -114,12 +114,12 @@ class Batch:
         self.width = self.ids.shape[1]
 
     def compare(self, logits: Tensor, *, start: int = 0, reference: Tensor | None = None) -> None:
-        """Compare the logits of columns from `start` on with those of each sequence alone, or with a reference.
+        """Compare the logits of the columns from `start` on with those of each sequence alone, or with a reference.
 
         Verdicts count positions from the beginning of the sequence; in a pack, from the beginning of the row.
 
         Args:
-            logits, reference: (B, columns, V); of padding they do not matter.
+            logits, reference: (B, columns, V); values at padding are ignored.
         """
         for place in self.places:
             first, end = (bisect_left(place.columns, column) for column in (start, start + logits.shape[1]))
@@ -132,44 +132,44 @@ class Batch:
             self.subject.result.add(logits[where], expected, sequence=place.row, start=position, within=label)
 
     def compare_calls(self, sizes: Iterable[int], names: Iterable[str] = ()) -> None:
-        """Feed these numbers of columns in calls with a cache, and compare each with the sequences alone."""
+        """Feed these numbers of columns in successive calls with a cache; compare each with the sequences alone."""
         for size in sizes:
             start = self.column
             self.compare(self.feed(size, names), start=start)
 
 
 def unpadded(subject: Subject, shapes: dict[str, tuple[int, int]]) -> Iterator[Batch]:
-    """A batch of each of these shapes (B, T) by its case."""
+    """Return a batch for each case, of the given shape (B, T)."""
     several = [subject.tokens(*shape) for shape in shapes.values()]
     return (Batch(subject, tokens, case) for case, tokens in zip(shapes, several, strict=True))
 
 
 def unequal(subject: Subject) -> list[Tensor]:
-    """Sequences of unequal lengths, one of a single token among them."""
+    """Draw four sequences of unequal lengths, one of them a single token."""
     return [subject.tokens(n) for n in (3, subject.length, 1, subject.length // 2)]
 
 
 def padded(subject: Subject, side: str, cases: Mapping[str, slice] = ALL, width: int = 0) -> Iterator[Batch]:
-    """For each case, a batch of these sequences of unequal lengths."""
+    """Yield for each case a batch of the sequences from `unequal` that it selects."""
     sequences = unequal(subject)
     for case, some in cases.items():
         yield Batch(subject, sequences[some], case, side, width)
 
 
 def documents(subject: Subject) -> list[Tensor]:
-    """Five of unequal lengths, one of a single token among them."""
+    """Draw five documents of unequal lengths, one of them a single token."""
     length = subject.length
     lengths = [max(length // 5, 2), 1, max(length // 3, 2), 2]
     return [subject.tokens(n) for n in (*lengths, max(length - sum(lengths), 2))]
 
 
 def one_pack(subject: Subject) -> Iterator[Batch]:
-    """Five documents in one row."""
+    """Yield one batch, of five documents in one row."""
     yield Batch(subject, [documents(subject)])
 
 
 def several_packs(subject: Subject, *orders: Sequence[int]) -> Iterator[Batch]:
-    """A batch for each order of three rows of one length: two with boundaries of their own, and one without any."""
+    """Yield a batch for each order of three rows of the same length: two with different boundaries, one without any."""
     five = documents(subject)
     rows = [five, [*five[3:], *five[:3]], [torch.cat(five)]]
     for order in orders:
@@ -177,7 +177,7 @@ def several_packs(subject: Subject, *orders: Sequence[int]) -> Iterator[Batch]:
 
 
 def padded_packs(subject: Subject, *sides: str) -> Iterator[Batch]:
-    """A batch for each of these sides of the padding: rows of 1, 3, 5 and 3 documents."""
+    """Yield for each side of the padding a batch with rows of 1, 3, 5 and 3 documents."""
     five = documents(subject)
     for side in sides:
         yield Batch(subject, [five[-1:], five[:3], five, five[1:4]], f"{side} padding", side)

@@ -1,4 +1,4 @@
-"""The properties by name, in the order in which they are checked; docs/check.md says what each means.
+"""The properties by name, in the order in which they are checked; docs/check.md describes them.
 
 Shapes: B rows, T columns.
 """
@@ -22,12 +22,12 @@ from kvshift.models.check.subject import Subject
 MASK = ("attention_mask",)
 PACKED = ("position_ids",)
 PADDED = (*MASK, *PACKED)
-ALSO_SINGLE = {"batch of 4": slice(4), "batch of 1": slice(3, 4)}  # of sequences of unequal lengths
+ALSO_SINGLE = {"batch of 4": slice(4), "batch of 1": slice(3, 4)}  # selections from `unequal`
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def same_bits(subject: Subject) -> None:
-    """The same call gives the same bits, also after another call."""
+    """Check that the same call gives the same bits, also after another call."""
     ids, others = subject.tokens(2, subject.length), subject.tokens(3, subject.length // 2)
     batch = Batch(subject, ids)
     first = batch.forward()
@@ -39,7 +39,7 @@ def same_bits(subject: Subject) -> None:
 
 
 def causality(subject: Subject) -> None:
-    """No gradient from the logits of a position to a token after it."""
+    """Check that the logits of a position have no gradient with respect to later tokens."""
     ids = subject.tokens(1, subject.length)
     for t, size_T in enumerate(subject.gradients(ids, torch.arange(subject.length).split(1))):
         subject.result.case = f"position {t}"
@@ -47,11 +47,11 @@ def causality(subject: Subject) -> None:
 
 
 def as_alone(batches: Iterable[Batch], names: Iterable[str] = (), sizes: Iterable[int] | None = None) -> None:
-    """Each sequence of a batch gets what it gets alone.
+    """Check that each sequence of a batch gets the same logits as alone.
 
     Args:
-        names: of the arguments that tell where the sequences are.
-        sizes: numbers of columns in calls with a cache; None: one call without.
+        names: names of the arguments that say where the sequences are.
+        sizes: numbers of columns in successive calls with a cache; None: one call without a cache.
     """
     for batch in batches:
         batch.subject.result.case = batch.case
@@ -62,20 +62,23 @@ def as_alone(batches: Iterable[Batch], names: Iterable[str] = (), sizes: Iterabl
 
 
 def left_padding_mask_alone(subject: Subject) -> None:
-    """Left padding without position_ids, for a model to which only distances matter."""
+    """Check left padding without position_ids, for models in which only relative positions matter."""
     if subject.takes("position_ids") and not subject.agrees_from(subject.first_position + 5):
         raise NotSupportedError("positions are absolute: a left-padded batch needs position_ids")
     as_alone(padded(subject, "left", ALSO_SINGLE, subject.length), MASK)
 
 
 def documents(subject: Subject, packs: Iterable[Batch], *names: str) -> None:
-    """Documents that these arguments name do not see each other."""
+    """Check that documents marked by these arguments do not see each other."""
     with _named_by(subject, names):
         as_alone(packs, names)
 
 
 def documents_continued(subject: Subject, packs: Iterable[Batch], *names: str) -> None:
-    """The same in a call that fills a cache, from which the last document of each row continues, behind no padding."""
+    """Check the same in a call that fills a cache, then in calls that continue the last document of each row.
+
+    No padding may follow the last document of a row.
+    """
     with _named_by(subject, names):
         for batch in packs:
             as_alone([batch], names, [batch.width])
@@ -86,7 +89,7 @@ def documents_continued(subject: Subject, packs: Iterable[Batch], *names: str) -
 
 
 def documents_in_chunks(subject: Subject) -> None:
-    """A pack in three calls, each of which begins within a document."""
+    """Check a pack that is fed in three calls; the second and the third begin within a document."""
     (batch,) = one_pack(subject)
     starts = [place.columns[0] for place in batch.places]
     ends = (0, starts[1] - 1, (starts[2] + starts[3]) // 2, batch.width)
@@ -96,7 +99,7 @@ def documents_in_chunks(subject: Subject) -> None:
 
 
 def document_gradients(subject: Subject) -> None:
-    """No gradient reaches a document from another."""
+    """Check that the logits of a document have no gradient with respect to the tokens of another."""
     (batch,) = one_pack(subject)
     with _named_by(subject, PACKED):
         sizes = subject.gradients(batch.ids, [place.columns for place in batch.places], **batch.arguments(PACKED))
@@ -108,7 +111,7 @@ def document_gradients(subject: Subject) -> None:
 
 @contextmanager
 def _named_by(subject: Subject, arguments: Iterable[str]) -> Iterator[None]:
-    """Documents named by arguments that `forward` does not take, or ignores, are not supported."""
+    """Raise NotSupportedError if documents are marked only by arguments that `forward` does not take, or ignores."""
     names = [name for name in arguments if name != "attention_mask"]
     try:
         yield
@@ -127,17 +130,17 @@ def _named_by(subject: Subject, arguments: Iterable[str]) -> Iterator[None]:
 
 
 def embedded(batches: Iterable[Batch], *names: str) -> None:
-    """A call that gets the embeddings of tokens gives what it gives for the tokens themselves."""
+    """Check that a call with the embeddings of tokens gives the same logits as one with the tokens."""
     for batch in batches:
         for name in (*names, "inputs_embeds"):
-            if name != "attention_mask":  # which a model may take without naming it
+            if name != "attention_mask":  # a model may take it without naming it
                 batch.subject.require(name)
         batch.subject.result.case = batch.case
         batch.compare(batch.forward(names, embedded=True), reference=batch.forward(names))
 
 
 def embedded_with_cache(subject: Subject) -> None:
-    """A left-padded batch in four calls with a cache, all of which but the third get embeddings."""
+    """Check a left-padded batch in four calls with a cache, all of which except the third get embeddings."""
     subject.require("inputs_embeds")
     (batch,) = padded(subject, "left")
     by_tokens, half = copy(batch), batch.width // 2
@@ -148,20 +151,20 @@ def embedded_with_cache(subject: Subject) -> None:
 
 
 def _irregular(length: int) -> list[int]:
-    """1, 1, 3, 2, 5 tokens, over and over, up to `length` in all."""
+    """Return the sizes 1, 1, 3, 2, 5, repeated until they add up to `length`."""
     ends = accumulate(cycle((1, 1, 3, 2, 5)), initial=0)
     return [end - start for start, end in pairwise([*takewhile(length.__gt__, ends), length])]
 
 
 def splits(subject: Subject, rows: Iterable[Tensor], firsts: Iterable[int], names: Iterable[str]) -> None:
-    """A left-padded batch in two calls, for each of these lengths of the first, which may be padding alone."""
+    """Check a left-padded batch in two calls, for each of these sizes of the first, which may hold only padding."""
     for first in firsts:
         batch = Batch(subject, rows, f"split at {first}", "left")
         as_alone([batch], names, [first, batch.width - first])
 
 
 def right_padding_continued(subject: Subject) -> None:
-    """Tokens after a right-padded prompt: the padding stays in the cache, as the mask tells."""
+    """Check tokens after a right-padded prompt; the padding stays in the cache and the mask marks it."""
     (batch,) = padded(subject, "right")
     prompt = batch.width
     batch.extend(subject.tokens(len(batch.ids), 3))
@@ -171,14 +174,14 @@ def right_padding_continued(subject: Subject) -> None:
 
 
 def _compare_new_tokens(batch: Batch, names: Iterable[str], where: str) -> None:
-    """Feed the remaining columns one by one."""
+    """Feed and compare the remaining columns one by one."""
     for number in range(1, batch.width - batch.column + 1):
         batch.subject.result.case = f"{batch.case}, token {number} {where}".removeprefix(", ")
         batch.compare_calls([1], names)
 
 
 def static_reset(subject: Subject) -> None:
-    """A static cache, filled in several calls, reset, and filled again with other tokens."""
+    """Check a static cache that is filled in several calls, reset, and filled again with other tokens."""
     if subject.cache == "state":
         raise NotSupportedError("forward takes no cache of transformers")
     n = subject.length

@@ -1,4 +1,4 @@
-"""The model that is being checked: how it is called, its reference, and how much rounding may change.
+"""The model that is being checked: how it is called, its reference, and the size of its rounding errors.
 
 Shapes: B batch, T positions, V vocabulary.
 """
@@ -21,24 +21,24 @@ from kvshift.models.check.findings import Comparison, NotSupportedError, WrongSh
 from kvshift.models.versions import CACHE
 
 _CACHES = ("cache", "past_key_values", "cache_params", "state")  # names of the argument in transformers' models
-_REMEMBERED = 40  # references that may be needed again; with a large vocabulary each takes tens of megabytes
-_SAFETY = 8.0  # times the measured noise; docs/check.md shows how far right and wrong lie from it
+_REMEMBERED = 40  # number of cached references; with a large vocabulary, each takes tens of megabytes
+_SAFETY = 8.0  # tolerance / measured noise; docs/check.md shows how far right and wrong results are from it
 
 
 class Subject:
     """A causal language model and its reference: each sequence alone, without a cache, in one forward pass.
 
     Attributes:
-        cache: name of the argument of `forward` that is its cache; None without one.
+        cache: name of the cache argument of `forward`; None if there is none.
         spread: standard deviation of the logits over the vocabulary.
         noise, tolerance: how far rounding moves a logit, and the largest difference that counts as rounding.
-        result: of the property that is being checked.
+        result: the result of the property that is being checked.
 
     Args:
-        model: in evaluation mode.
-        length: tokens of the longest sequences.
-        seed: of the random tokens.
-        leave_out: tokens that are never drawn.
+        model: a model in evaluation mode.
+        length: number of tokens in the longest sequences.
+        seed: seed of the random tokens.
+        leave_out: ids of tokens that are never drawn.
     """
 
     def __init__(self, model: Any, length: int, seed: int = 0, leave_out: Sequence[int] = ()) -> None:
@@ -56,16 +56,16 @@ class Subject:
         self._probe = self.tokens(length)
         self.spread = _spread(self.alone(self._probe))
         self.noise = self._noise(self._probe)
-        # A model that is off by much more than rounding, such as one with dropout, is not excused by its noise.
+        # The noise does not excuse a model with errors much larger than rounding, such as one with dropout.
         self.tolerance = min(_SAFETY * self.noise, self.spread * self._eps**0.25)
         self.result = Comparison(self.tolerance)
 
     def restart(self) -> None:
-        """Draw the same tokens again: every property begins with them, so they share most references."""
+        """Draw the same tokens again from here on: all properties start with them, and so share most references."""
         self._generator.manual_seed(self._seed)
 
     def takes(self, name: str) -> bool:
-        """Whether `forward` names this argument."""
+        """Return True if the signature of `forward` names this argument."""
         return name in self._arguments
 
     def require(self, name: str) -> None:
@@ -73,16 +73,16 @@ class Subject:
             raise NotSupportedError(f"forward has no argument {name}")
 
     def tokens(self, *shape: int) -> Tensor:
-        """Random tokens, also for padding, so that its embeddings make a difference where they leak."""
+        """Draw random tokens. They are also used as padding, so that padding changes the logits if it leaks."""
         return self.vocabulary[torch.randint(len(self.vocabulary), shape, generator=self._generator)]
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
-        """Logits (B, T, V) of (B, T) without a cache, in float64 on the CPU; `inputs` as in `call`."""
+        """Return the logits (B, T, V) of ids (B, T) without a cache, in float64 on the CPU; `inputs` as in `call`."""
         with torch.no_grad():
             return self._logits(self.call(ids, cached=False, **inputs), ids)
 
     def resume(self, ids: Tensor, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
-        """Logits of the tokens that follow those in the cache, and the cache; None: they are the first."""
+        """Return the logits of tokens that follow those in the cache (None: the first tokens), and the new cache."""
         if self.cache is None or not self._use_cache:
             raise NotSupportedError("forward takes no cache")
         with torch.no_grad():
@@ -92,13 +92,13 @@ class Subject:
         return self._logits(output, ids), getattr(output, self.cache)
 
     def call(self, ids: Tensor, *, cached: bool, embedded: bool = False, **inputs: Any) -> Any:
-        """The output of `forward`, with gradients where they are on; embedded: of inputs_embeds, not input_ids."""
+        """Return the output of `forward`, with gradients if enabled; `embedded` passes inputs_embeds, not input_ids."""
         inputs |= dict.fromkeys(self._use_cache, cached)
         placed = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         return self.model(**self._tokens(ids, embedded), **placed)
 
     def generate(self, ids: Tensor, mask: Tensor, *, new: int, embedded: bool = False, **options: Any) -> Any:
-        """Greedy `generate` of exactly `new` tokens, with the logits of each."""
+        """Generate exactly `new` tokens by greedy decoding, with the logits of each."""
         config = GenerationConfig(
             do_sample=False,
             max_new_tokens=new,
@@ -112,11 +112,11 @@ class Subject:
         return self.model.generate(**tokens, attention_mask=mask.to(self.device), generation_config=config)
 
     def gradients(self, ids: Tensor, spans: Iterable[Sequence[int] | Tensor], **inputs: Any) -> list[Tensor]:
-        """For each span of positions, how much its logits depend on each token, (T,), as parts of the largest,
-        in which the result counts from here on.
+        """For each span of positions, return how much its logits depend on each token, (T,), relative to the largest.
 
-        The logits of a span have random weights, so that gradients of one token do not cancel. Every table that is
-        looked up by (1, T) or (T, 1) numbers counts, those of positions too, which depend on no other token.
+        From here on, `result` counts in the same unit. The logits of a span are weighted at random, so that gradients
+        of one token do not cancel. All tables that are indexed by (1, T) or (T, 1) numbers are included, also those of
+        positions, which depend on no other token.
         """
         self.result.of, self.result.tolerance = "gradients", self.tolerance / self.spread
         layouts = ids.shape, ids.mT.shape  # XLNet has positions first
@@ -145,23 +145,23 @@ class Subject:
         return [size_T / largest for size_T in sizes]
 
     def alone(self, tokens: Tensor) -> Tensor:
-        """The reference: logits (T, V) of one sequence by itself."""
+        """Return the reference: logits (T, V) of one sequence by itself."""
         key = tuple(tokens.tolist())
         logits = self._alone.pop(key, None)
         self._alone[key] = self.forward(tokens.unsqueeze(0))[0] if logits is None else logits
         if len(self._alone) > _REMEMBERED:
-            del self._alone[next(iter(self._alone))]  # the one that was needed least recently
+            del self._alone[next(iter(self._alone))]  # the least recently used
         return self._alone[key]
 
     @cached_property
     def first_position(self) -> int:
-        """The model's first position: 0, or, as in RoBERTa, the number after that of the padding token."""
+        """The model's first position: 0 or, as in RoBERTa, the id of the padding token plus 1."""
         padding = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
         starts = [0] if padding is None else [0, padding + 1]
         return next(filter(self.agrees_from, starts), 0) if self.takes("position_ids") else 0
 
     def agrees_from(self, first: int) -> bool:
-        """Whether position_ids that begin with this number change nothing but rounding."""
+        """Return True if position_ids that begin with this number change the logits only by rounding."""
         positions = torch.arange(len(self._probe)) + first
         moved = self.forward(self._probe.unsqueeze(0), position_ids=positions.unsqueeze(0))[0]
         return float((moved - self.alone(self._probe)).abs().nan_to_num(0.0).max()) <= self.tolerance
@@ -177,11 +177,12 @@ class Subject:
         return logits.detach().to("cpu", torch.float64)
 
     def _noise(self, tokens: Tensor) -> float:
-        """How far rounding moves a logit: the largest change where each module's outputs are off by one unit of it.
+        """Return how far rounding moves a logit, by perturbing the outputs of all modules by one unit of rounding.
 
-        Every element that comes out of a module without children is moved by a random part of eps times the largest
-        element beside it, which is what an inner product of such numbers may be off by; the largest of four draws.
-        A model of float64 counts as one of float32, which its norms and rotary angles often stay in.
+        Each output element of a module without children is changed by a random fraction of eps times the largest
+        element of that output, about the rounding error of an inner product of such numbers. The result is the largest
+        change of a logit in four draws. A float64 model is treated as float32, in which its norms and rotary angles
+        are often computed.
         """
         generator = torch.Generator(self.device).manual_seed(0)
 
@@ -199,7 +200,7 @@ class Subject:
 
 
 def _spread(logits: Tensor) -> float:
-    """Standard deviation over the vocabulary, without tokens that the model excludes; the mean over positions."""
+    """Return the standard deviation over the vocabulary, without tokens of infinite logits; the mean over positions."""
     spread = float(logits[:, logits.isinf().logical_not().all(0)].std(dim=-1).mean())
     if not spread > 0:
         raise ValueError(f"model must return finite logits that differ, got a spread of {spread} for random tokens")
@@ -208,7 +209,7 @@ def _spread(logits: Tensor) -> float:
 
 @contextmanager
 def _hooks(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
-    """A forward hook on each of the modules."""
+    """Register a forward hook on each of the modules within this context."""
     handles = [module.register_forward_hook(hook) for module in modules]
     try:
         yield
@@ -219,7 +220,7 @@ def _hooks(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, quiet; afterwards it and the generators of random numbers are as they were."""
+    """Set the model to evaluation mode and silence logging; afterwards restore it and the random number generators."""
     modes = [(module, module.training) for module in model.modules()]
     attributes = [(vars(part), dict(vars(part))) for part in (model, model.config)]
     log = logging.getLogger("transformers")
@@ -236,6 +237,6 @@ def undisturbed(model: Any) -> Iterator[None]:
         log.setLevel(level)
         for module, training in modes:
             module.training = training
-        for now, before in attributes:  # among those of the model are the static cache that generate keeps
+        for now, before in attributes:  # also drops the static cache that generate leaves on the model
             now.clear()
             now.update(before)

@@ -1,4 +1,4 @@
-"""The check of a model by all properties, or some."""
+"""The check of a model for all properties, or for a selection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvshift.models.check.findings import Comparison, NotSupportedError, Report,
 from kvshift.models.check.properties import PROPERTIES
 from kvshift.models.check.subject import Subject, undisturbed
 
-_WINDOWS = ("sliding_window", "attention_window_size")  # fields of configurations
+_WINDOWS = ("sliding_window", "attention_window_size")  # configuration fields
 _CHUNKS = ("attention_chunk_size", "mamba_chunk_size", "chunk_size", "block_size")
 
 
@@ -33,26 +33,26 @@ def check_model(
 ) -> Report:
     """Check a causal language model of transformers at its edges: documents, padding, caches, generation, causality.
 
-    Each property compares logits, position by position, with an obvious reference: the sequence alone, without a cache,
+    Each property compares logits, position by position, with a simple reference: the sequence alone, without a cache,
     in one forward pass. A difference counts as wrong if it exceeds the effect of rounding, which is measured for this
     model.
 
     Args:
-        model: with `forward` of input_ids and `generate`; of a PEFT model, the wrapped model is checked, adapters
-            included. It is left as it was: training mode, configuration, generation_config, and the generators of
-            random numbers.
+        model: a model whose `forward` takes input_ids and that has `generate`; of a PEFT model, the wrapped model is
+            checked, adapters included. Training mode, configuration, generation_config and the random number
+            generators are restored afterwards.
         tokenizer: its special tokens are excluded from the random tokens; None: those of the configuration are.
         properties: names from `PROPERTIES`; None: all.
-        length: tokens of the longest sequences, 12 or more. Windows and chunks that are longer are not reached, which
-            the report notes.
-        dtype: dtype of the check; None: float32 for a model in half precision, else the model's. With another dtype
-            than the model's, a copy is checked.
+        length: number of tokens in the longest sequences, 12 or more. They do not reach longer windows and chunks; the
+            report notes these.
+        dtype: dtype of the check; None: float32 for a model in half precision, else the model's dtype. If it differs
+            from the model's dtype, a copy is checked.
         seed: seed of the random tokens.
-        say: called with each verdict as soon as it is known.
+        say: function that is called with each verdict as soon as it is known.
 
     Raises:
         TypeError: the model is not a causal language model of transformers.
-        ValueError: properties or length, or a model that is spread over devices.
+        ValueError: properties or length are wrong, or the model is spread over several devices.
     """
     chosen = _chosen(properties)
     if hasattr(model, "get_base_model"):
@@ -137,7 +137,7 @@ def _require_length(length: int, config: Any) -> None:
 
 
 def _special_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens with a meaning for the model, or that are no tokens at all."""
+    """Return the ids of tokens with a special meaning, and of rows of the embedding that belong to no token."""
     if tokenizer is not None:
         size = model.get_input_embeddings().weight.shape[0]
         return [*tokenizer.all_special_ids, *range(len(tokenizer), size)]

@@ -1,4 +1,4 @@
-"""Llama with KV shift: what differs from transformers' Llama, and nothing else; the body is `models/decoder.py`."""
+"""Llama with KV shift: only the differences from transformers' Llama. Shared code is in `models/decoder.py`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class KVShiftLlamaAttention(ShiftedAttention, LlamaAttention):
 
 
 class KVShiftLlamaDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer around `KVShiftLlamaAttention`."""
+    """Llama's decoder layer with `KVShiftLlamaAttention`."""
 
     attention_class: ClassVar[type[nn.Module]] = KVShiftLlamaAttention
-    forward = inspect.unwrap(LlamaDecoderLayer.forward)  # which transformers wraps anew for every class
+    forward = inspect.unwrap(LlamaDecoderLayer.forward)  # transformers wraps it again in every subclass
 
     def __init__(self, config: KVShiftLlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -52,11 +52,11 @@ class KVShiftLlamaDecoderLayer(LlamaDecoderLayer):
 
 
 class KVShiftLlamaPreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
-    """What the models of the family share; coefficients are initialised here and stay in float32."""
+    """Base class of the family's models: it initialises the coefficients and keeps them in float32."""
 
     config: KVShiftLlamaConfig
     config_class = KVShiftLlamaConfig
-    _no_split_modules: ClassVar = ["KVShiftLlamaDecoderLayer", "LlamaDecoderLayer"]  # the latter after add_kv_shift
+    _no_split_modules: ClassVar = ["KVShiftLlamaDecoderLayer", "LlamaDecoderLayer"]  # the second: add_kv_shift
     _can_record_outputs: ClassVar = {"hidden_states": LlamaDecoderLayer, "attentions": KVShiftLlamaAttention}
 
 
@@ -67,7 +67,7 @@ class KVShiftLlamaModel(RotaryDecoder, KVShiftLlamaPreTrainedModel, LlamaModel):
 
     def __init__(self, config: Any) -> None:
         self._check_config(config)
-        super(LlamaModel, self).__init__(config)  # not Llama's own: its layers would take memory and be thrown away
+        super(LlamaModel, self).__init__(config)  # skips LlamaModel.__init__, whose layers would be discarded
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -87,7 +87,7 @@ class KVShiftLlamaForCausalLM(ShiftedGeneration, KVShiftLlamaPreTrainedModel, Ll
 
     def __init__(self, config: KVShiftLlamaConfig) -> None:
         self._check_config(config)
-        super(LlamaForCausalLM, self).__init__(config)  # not Llama's own, as above
+        super(LlamaForCausalLM, self).__init__(config)  # skips LlamaForCausalLM.__init__, as above
         self.model = KVShiftLlamaModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -95,11 +95,11 @@ class KVShiftLlamaForCausalLM(ShiftedGeneration, KVShiftLlamaPreTrainedModel, Ll
 
 
 class KVShiftLlamaForSequenceClassification(KVShiftLlamaPreTrainedModel, LlamaForSequenceClassification):
-    """Llama with KV shift and a head that classifies sequences; see `transformers.LlamaForSequenceClassification`."""
+    """Llama with KV shift and a sequence classification head; see `transformers.LlamaForSequenceClassification`."""
 
 
 def refuse_partial_rotary(config: Any) -> None:
-    """Raise a ValueError that names `rope_parameters` where they do not rotate whole heads."""
+    """Raise a ValueError if `rope_parameters` do not rotate whole heads."""
     rotated, size = 2 * LlamaRotaryEmbedding(config=config).inv_freq.shape[0], config.head_dim
     if rotated != size:
         raise ValueError(

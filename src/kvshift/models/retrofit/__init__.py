@@ -1,7 +1,7 @@
-"""KV shift for models that transformers already has, pretrained or new.
+"""KV shift for the model classes of transformers, pretrained or newly initialised.
 
     model = AutoModelForCausalLM.from_pretrained("gpt2")
-    add_kv_shift(model)                          # computes what it did before, until its coefficients are trained
+    add_kv_shift(model)                          # outputs stay the same until the coefficients are trained
     model.save_pretrained("gpt2-with-shift")
     model = load_kv_shift("gpt2-with-shift")
 

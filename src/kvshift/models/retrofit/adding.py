@@ -1,4 +1,4 @@
-"""`add_kv_shift`: KV shift into a loaded model; `load_kv_shift`: such a model from its folder."""
+"""`add_kv_shift` adds KV shift to a loaded model; `load_kv_shift` loads such a model from its folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvshift.models.versions import warn_if_untested
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-# Options of `from_pretrained` that say where files are; the configuration is among them.
+# Options of `from_pretrained` that say where files are, including that of the configuration.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -26,21 +26,21 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
     needs head sizes that are a multiple of 4, as in pretrained models; the rounding of other matrix products depends on
     the layout of their operands.) The coefficients are float32 in a model of any dtype; exclude them from weight
     decay: see `kvshift.param_groups`. Weights keep their tensors and names. The coefficients are placed beside them,
-    in GPT-2 as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel
-    becomes KVShiftGPT2LMHeadModel, a subclass) and its configuration.
+    in GPT-2 as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel becomes
+    KVShiftGPT2LMHeadModel, a subclass) and its configuration.
 
     Args:
-        model: of a class in `FAMILIES`: as `from_pretrained` or its constructor made it, before `torch.compile`, PEFT,
-            FSDP or a `device_map`.
-        options: what is shifted, and how; the global random generator draws `init="uniform"`.
+        model: a model of a class in `FAMILIES`, as returned by `from_pretrained` or its constructor, before
+            `torch.compile`, PEFT, FSDP or a `device_map`.
+        options: what to shift, and how; `init="uniform"` draws from the global random generator.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: `model` is not a model of transformers.
-        ValueError: the model has a shift or cross-attention, or its class is
-            unknown here. The model is then as it was.
+        ValueError: the model already has a shift, or its class or configuration is not supported (for example
+            cross-attention). The model is then unchanged.
     """
     warn_if_untested()
     if not isinstance(options, ShiftOptions):
@@ -63,14 +63,14 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
 
 
 def load_kv_shift(folder: str | Path, **options: Any) -> PreTrainedModel:
-    """A model with shift from the folder, or the hub's repository, that `save_pretrained` wrote.
+    """Load a model with shift from a folder, or a repository on the hub, that `save_pretrained` wrote.
 
     Args:
-        folder: folder or name of the model, which gets the class that was saved.
+        folder: folder or hub name of the model. The loaded model has the class that was saved.
         options: passed to `from_pretrained`.
 
     Raises:
-        ValueError: what is there is no model with a shift from `add_kv_shift`.
+        ValueError: the folder does not hold a model made by `add_kv_shift`.
     """
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):

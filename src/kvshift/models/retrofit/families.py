@@ -1,7 +1,7 @@
-"""The rotary families that can be given a shift, each on the attention and the decoder of `models/decoder.py`.
+"""The families that can be given a shift; the rotary ones use the attention and the decoder of `models/decoder.py`.
 
-A family is a call of `rotary_family` that names its classes. What differs beyond names stands in a class before it:
-how queries, keys and values are projected, where the window of attention is kept.
+Most are defined by a call of `rotary_family` with the names of their classes. Other differences, such as how queries,
+keys and values are projected or where the attention window is stored, are in a mixin class above the call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LLAMA = Family(
 
 
 class _OneWindow(ShiftedAttention):
-    """All layers attend to the window of the configuration."""
+    """Attention whose window is that of the configuration, in all layers."""
 
     sliding_window = property(lambda self: self.config.sliding_window)  # type: ignore[assignment]
 
@@ -76,7 +76,7 @@ QWEN3 = rotary_family(
 
 
 class _Gemma3Decoder(RetrofittedDecoder):
-    """Layers of a sliding window have a rotary base of their own."""
+    """Decoder with a different rotary base for sliding-window layers."""
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         types = sorted(set(self.config.layer_types))
@@ -101,7 +101,7 @@ GEMMA3 = rotary_family(
 
 
 class _GPTNeoXAttention(ShiftedAttention):
-    """One matrix makes queries, keys and values, head by head; its names are its own."""
+    """Attention with one matrix for queries, keys and values, head by head, and with other attribute names."""
 
     head_dim = property(lambda self: self.head_size)  # type: ignore[assignment]
 
@@ -137,7 +137,7 @@ GPT_NEOX = rotary_family(
 
 
 class _Phi3Attention(_OneWindow):
-    """One matrix makes queries, keys and values: all heads of each in turn."""
+    """Attention with one matrix for all query heads, then all key heads, then all value heads."""
 
     qkv_proj: nn.Module
 

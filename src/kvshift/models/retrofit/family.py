@@ -1,7 +1,7 @@
-"""What a family of models tells so that its models can be given a shift, and how they are given it.
+"""The description of a model family, and the conversion of its models to models with shift.
 
-A model is converted where it stands: its modules keep their weights, hooks and places and become, by class, those of
-the family with shift; each attention gets a `KVShift`. So one path serves a loaded model and one built from scratch.
+A model is converted in place: its modules keep their weights, hooks and names, and their classes are replaced by the
+family's classes with shift; each attention gets a `KVShift`. The same code serves loaded and newly built models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AUTO |= {"ForCausalLM": AutoModelForCausalLM, "Model": AutoModel}
 
 
 class RetrofitConfig(ShiftConfig):
-    """A `ShiftConfig` of a model that `add_kv_shift` makes."""
+    """A `ShiftConfig` for models made by `add_kv_shift`."""
 
     loaded_by: ClassVar[str] = "kvshift.models.retrofit.load_kv_shift"
 
@@ -44,21 +44,21 @@ class Family:
     """One model type of transformers and its counterpart with shift."""
 
     config: type[PreTrainedConfig]
-    """Configuration with shift: a `RetrofitConfig` and the model type's own."""
+    """Configuration class with shift: a subclass of `ShiftConfig` and of the model type's own configuration."""
     attention: tuple[type[nn.Module], type[nn.Module]]
-    """Attention of transformers, and its subclass that shifts by its attribute `shift`."""
+    """Attention class of transformers, and its subclass that shifts with its attribute `shift`."""
     models: Mapping[type[PreTrainedModel], type[PreTrainedModel]]
-    """Models of transformers and their subclasses with shift: the decoder and those with a head."""
+    """Model classes of transformers, the decoder and those with a head, mapped to their subclasses with shift."""
     heads: Callable[[Any], tuple[int, int]] = lambda config: (config.num_attention_heads, config.num_key_value_heads)
-    """From a configuration: query heads and KV heads of a layer."""
+    """Function from a configuration to the numbers of query heads and KV heads of a layer."""
     bias: bool | None = None
-    """Whether the projections of queries, keys and values have a bias; None: where `attention_bias` says so."""
+    """Whether the query, key and value projections have a bias; None: as `attention_bias` of the configuration says."""
     output_bias: bool | None = None
-    """Whether the projection of the output has one; None: likewise."""
+    """Whether the output projection has a bias; None: as `attention_bias` of the configuration says."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised after the shift; a configuration that has a `qk_norm` says so itself."""
+    """Whether queries and keys are normalised after the shift; a `qk_norm` in the configuration takes precedence."""
     refuse: Callable[[Any], None] = field(default=lambda config: None)
-    """Raises a ValueError for a configuration of which the family has no counterpart with shift."""
+    """Function that raises a ValueError for a configuration that the family does not support with shift."""
 
     def __post_init__(self) -> None:
         for model in self.models.values():
@@ -66,7 +66,7 @@ class Family:
 
 
 class Retrofitted(ShiftedPreTrainedModel):
-    """A model built as its family builds it, and then given a shift."""
+    """A mixin that builds a model as its family does and then adds the shift."""
 
     family: ClassVar[Family]
 
@@ -78,7 +78,7 @@ class Retrofitted(ShiftedPreTrainedModel):
 
 
 class RetrofittedDecoder(RotaryDecoder, Retrofitted):
-    """A rotary family's decoder, whose layers get the tables of the family itself."""
+    """A mixin for the decoder of a rotary family, whose layers get the family's own rotary tables."""
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotary_emb(hidden_states, position_ids=position_ids)
@@ -92,14 +92,14 @@ def rotary_family(
     qk_norm: bool = False,
     **more: Any,
 ) -> Family:
-    """A family with rotary embedding on the bodies of `models/decoder.py`, and its classes.
+    """Create a family with rotary embedding, whose classes combine `models/decoder.py` with classes of transformers.
 
     Args:
-        modeling: transformers' module of the family, whose rotary embedding and eager attention are used.
-        names: of its attention, of its decoder, and of its models with a head.
-        attention: what stands before the family's attention, such as how it projects.
-        decoder: what stands before the family's decoder.
-        qk_norm: of `Family`.
+        modeling: the family's module in transformers, whose rotary embedding and eager attention are used.
+        names: names of its attention class, its decoder class, and its model classes with a head.
+        attention: mixin listed before the family's attention class, for example to change how it projects.
+        decoder: mixin listed before the family's decoder class.
+        qk_norm: as in `Family`.
         more: other fields of `Family`.
     """
     plain_attention, plain_decoder, *plain_heads = (getattr(modeling, name) for name in names)
@@ -121,19 +121,19 @@ def rotary_family(
 
 
 def register(family: Family) -> None:
-    """Make a family's classes those that transformers' Auto classes choose for its configuration."""
+    """Register a family's classes with transformers' Auto classes."""
     AutoConfig.register(family.config.model_type, family.config, exist_ok=True)
     for model in family.models.values():
         auto_class(model).register(family.config, model, exist_ok=True)
 
 
 def auto_class(model: type[PreTrainedModel]) -> Any:
-    """The Auto class of transformers that chooses a family's model."""
+    """Return the Auto class of transformers that corresponds to a model class."""
     return next(auto for ending, auto in _AUTO.items() if model.__name__.endswith(ending))
 
 
 def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) -> Any:
-    """The class KVShiftX of a class X: `before` stands before it."""
+    """Create the class KVShiftX from a class X, with the base classes `before` listed before X."""
     name, about = f"KVShift{plain.__name__}", f"`transformers.{plain.__name__}` with KV shift."
     made = type(name, (*before, plain), {"__module__": __name__, "__doc__": about, **members})
     globals()[name] = made  # where pickle looks for it
@@ -142,13 +142,13 @@ def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) 
 
 def _config_with_shift(plain: type[PreTrainedConfig]) -> Any:
     members: dict[str, Any] = {"model_type": f"kvshift_{plain.model_type}"}
-    if any(one.name == "layer_types" for one in fields(plain)):  # the family's own field, in place of the property
+    if any(one.name == "layer_types" for one in fields(plain)):  # keep the family's own field, not the property
         members |= {"__annotations__": {"layer_types": list[str] | None}, "layer_types": None}
     return strict(_with_shift(plain, (RetrofitConfig,), members))
 
 
 def shifted_config(config: PreTrainedConfig, family: Family, options: ShiftOptions) -> Any:
-    """A configuration like `config`, with shift. `config` may belong to other models too and stays as it is."""
+    """Return a copy of `config` with shift. `config` itself, which other models may share, is not changed."""
     new: Any = deepcopy(config)
     new.__class__ = family.config
     missing = {one.name: one.default for one in fields(family.config) if one.name not in vars(new)}
@@ -158,12 +158,12 @@ def shifted_config(config: PreTrainedConfig, family: Family, options: ShiftOptio
 
 
 def convert(model: PreTrainedModel, family: Family, config: Any) -> None:
-    """Give every attention of `model` a shift, in place. Weights stay as they are, bit for bit.
+    """Give every attention of `model` a shift, in place. Weights stay the same, bit for bit.
 
     Args:
-        model: of one of the family's classes, with shift or without.
-        family: of the model.
-        config: with shift.
+        model: a model of one of the family's classes, with or without shift.
+        family: the family of the model.
+        config: the configuration with shift.
     """
     plain_attention, attention = family.attention
     heads, kv_heads = family.heads(config)
@@ -182,10 +182,10 @@ def convert(model: PreTrainedModel, family: Family, config: Any) -> None:
 
 
 def add_child(parent: nn.Module, name: str, child: nn.Module) -> None:
-    """Set an attribute of a module in a finished model, in its mode and as initialised as it is.
+    """Add a child to a module of a finished model, with the module's training mode and initialisation mark.
 
-    By that mark of transformers `post_init`, which a model that takes this one in calls again, leaves the child's
-    numbers as they are. (While `from_pretrained` builds a model, no module has it.)
+    With that mark of transformers, the weights of the child are not initialised again by the `post_init` of a model
+    that contains this one. (While `from_pretrained` builds a model, no module has the mark.)
     """
     for module in child.modules():
         module._is_hf_initialized = getattr(parent, "_is_hf_initialized", False)  # type: ignore[assignment]
@@ -193,7 +193,7 @@ def add_child(parent: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def note_class(model: PreTrainedModel) -> None:
-    """What a constructor of transformers notes about the class of its model."""
+    """Record what a constructor of transformers records about the class of its model."""
     model._keep_in_fp32_modules_strict = set(type(model)._keep_in_fp32_modules_strict or ())
-    # By the name of the class; without it, output_hidden_states and output_attentions are not heeded.
+    # The key is the name of the class; without the entry, output_hidden_states and output_attentions have no effect.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)

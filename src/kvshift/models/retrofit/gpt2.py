@@ -1,7 +1,7 @@
-"""GPT-2 with KV shift: what differs from transformers' GPT-2, and nothing else.
+"""GPT-2 with KV shift: only the differences from transformers' GPT-2.
 
-Positions are learned and added to the embeddings; there is no rotary embedding. One matrix, `c_attn`, makes queries,
-keys and values; every query head has a KV head of its own.
+Positions are learned and added to the embeddings; there is no rotary embedding. One matrix, `c_attn`, projects to
+queries, keys and values; there are as many KV heads as query heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvshift.models.versions import CACHE
 
 @strict
 class KVShiftGPT2Config(RetrofitConfig, GPT2Config):
-    """The fields of `transformers.GPT2Config`, and those of `ShiftConfig`, which say what to shift."""
+    """Configuration of GPT-2 with KV shift: the fields of `transformers.GPT2Config` and of `ShiftConfig`."""
 
     model_type = "kvshift_gpt2"
 
@@ -73,9 +73,9 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """As `transformers.GPT2Model.forward`, and documents packed into one row do not see each other.
+        """Run the decoder as `transformers.GPT2Model` does, and keep documents that are packed into one row apart.
 
-        As in GPT-2, position_ids are needed beside padding on the left: the mask does not move the positions.
+        As in GPT-2, left-padded inputs need position_ids, because positions do not depend on the mask.
         """
         if encoder_hidden_states is not None or encoder_attention_mask is not None:
             raise ValueError("encoder_hidden_states must be None: GPT-2 with KV shift has no cross-attention")
@@ -87,7 +87,7 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
     def run_layers(self, hidden_states: Tensor, masks: dict[str, Tensor | None], **kwargs: Any) -> Any:
         mask = masks["attention"]
         if mask is None and kwargs[CACHE] is None:
-            # GPT2Model makes a mask of its own: with none given, by documents that it reads from position_ids.
+            # If none is given, GPT2Model makes a mask of its own, with documents that it reads from position_ids.
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         return GPT2Model.forward(self, inputs_embeds=hidden_states, attention_mask=mask, **kwargs)
 
@@ -100,7 +100,7 @@ class KVShiftGPT2LMHeadModel(ShiftedGeneration, Retrofitted, GPT2LMHeadModel):
 
 
 class KVShiftGPT2ForSequenceClassification(Retrofitted, GPT2ForSequenceClassification):
-    """GPT-2 with KV shift and a head that classifies; see `transformers.GPT2ForSequenceClassification`."""
+    """GPT-2 with KV shift and a sequence classification head; see `transformers.GPT2ForSequenceClassification`."""
 
     config: KVShiftGPT2Config
     config_class = KVShiftGPT2Config

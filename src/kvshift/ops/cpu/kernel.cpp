@@ -1,12 +1,12 @@
 // The operator on a CPU, forward and backward, in one pass over memory each.
 //
 // Letters: B batch, T positions, G heads, D head size, W window, Q rows of state per batch entry.
-// Rows are named as in ops/boundaries.py: 0 .. T-1 are positions, -1 .. -Q state from its end, what is below is zero.
-// Without a plan, lag j of position t reads row t - j. Strides count elements; within a head elements lie next to each
-// other.
+// Rows are numbered as in ops/boundaries.py: 0 .. T-1 are positions, -1 .. -Q are rows of the state from its end, and
+// anything below is zero. Without a plan, lag j of position t reads row t - j. Strides are in elements; the elements of
+// a head are contiguous.
 //
-// A plain C interface, without Python or PyTorch: one binary serves every version of both. Products and sums are
-// rounded in the same order as in torch_ops.py, which gives the same bits.
+// The interface is plain C, without Python or PyTorch, so that one binary works with every version of both. Products
+// and sums are rounded in the same order as in torch_ops.py, which gives the same bits.
 
 #include <immintrin.h>
 #include <omp.h>
@@ -22,7 +22,7 @@ struct bfloat16 {
 
 #ifdef __AVX512F__
 constexpr int64_t vector_bytes = 64;
-#else  // wider vectors than the machine has are made badly of its own
+#else  // wider vectors than the machine has are emulated inefficiently
 constexpr int64_t vector_bytes = 32;
 #endif
 
@@ -45,7 +45,7 @@ inline Floats multiply_add(Floats x, Floats y, Floats z) { return (Floats)_mm256
 inline Doubles multiply_add(Doubles x, Doubles y, Doubles z) { return (Doubles)_mm256_fmadd_pd(x, y, z); }
 #endif
 
-// `size` elements at a stretch: Packed as in memory, Wide as in the arithmetic.
+// Vectors of `size` elements: Packed as in memory, Wide as in the arithmetic.
 template <class T>
 struct Lanes {
     typedef T Wide __attribute__((vector_size(vector_bytes)));
@@ -72,8 +72,8 @@ struct Lanes<_Float16> {
     static double sum(Wide value) { return Lanes<float>::sum(value); }
 };
 
-// Two neighbours of bfloat16 share a word. All arithmetic is element by element or a sum over all, so the even and
-// the odd ones stay in vectors of their own, which saves the permutations.
+// Two neighbouring bfloat16 elements share a word. All arithmetic is elementwise or a sum over all elements, so even
+// and odd elements can stay in separate vectors, which saves the permutations.
 struct FloatPairs {
     Floats even, odd;
 };
@@ -91,8 +91,8 @@ struct Lanes<bfloat16> {
     static Wide spread(float a) { return {a - Floats{}, a - Floats{}}; }
     static Wide widen(Packed x) { return {(Floats)(x << 16), (Floats)(x & 0xffff0000)}; }
     static Packed narrow(const Wide& value) { return (round(value.even) >> 16) | (round(value.odd) & 0xffff0000); }
-    // To the nearest, ties to even, in the upper half of each word. A NaN stays one: it comes from a bfloat16 or from
-    // a coefficient that `Row::weight` has seen, so its lower half is zero and nothing is carried.
+    // Rounds to nearest, ties to even, in the upper half of each word. A NaN stays a NaN: it comes from a bfloat16 or
+    // from a coefficient processed by `Row::weight`, so its lower half is zero and nothing is carried.
     static Words round(Floats value) {
         const Words bits = (Words)value;
         return bits + 0x7fff + ((bits >> 16) & 1);
@@ -100,7 +100,7 @@ struct Lanes<bfloat16> {
     static double sum(const Wide& value) { return Lanes<float>::sum(value.even) + Lanes<float>::sum(value.odd); }
 };
 
-// Writes past the cache, which saves reading the memory first. `y` lies at a multiple of the size of `value`.
+// Writes past the cache, which saves reading the memory first. `y` must be aligned to the size of `value`.
 template <class V>
 inline void stream(void* y, V value) {
 #ifdef __AVX512F__
@@ -110,7 +110,7 @@ inline void stream(void* y, V value) {
     if constexpr (sizeof value == 16) _mm_stream_si128((__m128i*)y, (__m128i)value);
 }
 
-// The vector of a head that begins at d.
+// The full vector of a head that begins at d.
 template <class T, bool streams>
 struct Whole {
     using L = Lanes<T>;
@@ -123,7 +123,7 @@ struct Whole {
     }
 };
 
-// The rest of a head, less than a vector.
+// The rest of a head, shorter than a vector.
 template <class T>
 struct Rest {
     using L = Lanes<T>;
@@ -151,7 +151,7 @@ struct Rest {
     }
 };
 
-// Calls `body` for every part of a head. Inlined, and by reference: copies of what it captures cost more than its work.
+// Calls `body` for every part of a head. Inlined and by reference, as copying its captures costs more than its work.
 template <class T, bool streams, class Body>
 [[gnu::always_inline]] inline void over_head(int64_t D, const Body& body) {
     constexpr int64_t size = Lanes<T>::size;
@@ -165,13 +165,14 @@ struct Shape {
 };
 
 template <class T>
-struct Rows {  // (B, rows, G, D), and the strides of the first three
+struct Rows {  // (B, rows, G, D), with the strides of the first three axes
     T* data;
     int64_t batch, row, head;
     T* at(int64_t b, int64_t r) const { return data + b * batch + r * row; }
 };
 
-// What kernel.py passes. In backward `rows` are the readers of a plan, in forward its sources, in both null without.
+// The arguments that kernel.py passes. `rows` are the sources of a plan in forward, and its readers in backward; null
+// without a plan.
 template <class T, class A>
 struct Call {
     Shape n;
@@ -180,10 +181,10 @@ struct Call {
     const A* weights;  // (G, W)
     const int32_t* rows;
     T* y;
-    // Of forward alone, null but for a `Pool`: the row of the state, from its first, that takes each position of x;
-    // negative for none.
+    // Forward only, and null except for a `Pool`: the row of the state, counted from the first, that each position of
+    // x is written to; negative for none.
     const int32_t* kept;
-    // Of backward alone. The gradient of the weights is summed over spans of rows, (spans, G, W); scratch holds
+    // Backward only. The gradient of the weights is summed over spans of rows, (spans, G, W); the size of scratch is
     // (threads, G, W, 128 bytes).
     Rows<const T> grad_y;
     T *grad_x, *grad_state;
@@ -193,7 +194,7 @@ struct Call {
 };
 
 constexpr int64_t max_window = 16;
-constexpr int64_t cache_line = 64, streamed_bytes = 1 << 21;  // smaller results are still in the cache when read
+constexpr int64_t cache_line = 64, streamed_bytes = 1 << 21;  // smaller results stay in the cache
 
 // One row of the output, (G, D): the sum of weight times term over the lags that have a term.
 template <class T, class A, bool streams>
@@ -202,7 +203,7 @@ struct Row {
     using Wide = typename L::Wide;
 
     int64_t count = 0;
-    int64_t lags[max_window], heads[max_window];  // heads: strides
+    int64_t lags[max_window], heads[max_window];  // heads: strides of the heads
     const T* terms[max_window];
 
     void add(const T* term, int64_t head, int64_t lag) {
@@ -211,7 +212,7 @@ struct Row {
         terms[count++] = term;
     }
 
-    // Writes y; with `sums`, (G, W), the products of x, (G, D), with every term are added to them.
+    // Writes y. With `sums`, (G, W), also adds the products of x, (G, D), with every term to them.
     template <bool with_sums>
     void write(T* y, const A* weights_GW, const Shape& n, const T* x = nullptr, int64_t x_head = 0,
                Wide* sums_GW = nullptr) const {
@@ -249,17 +250,17 @@ struct Row {
     }
 
   private:
-    // Whether the coefficient is not zero: then not even an infinity or the sign of a zero comes from there.
+    // True if the coefficient is not zero. If it is, not even an infinity or the sign of a zero is taken from the term.
     bool reads(const A* weights, int64_t i) const { return weights[lags[i]] != 0; }
 
-    // In every lane. A NaN is made the one whose lower half is zero: see `round`.
+    // The coefficient in every lane. A NaN is replaced by the one whose lower half is zero (see `round`).
     Wide weight(const A* weights, int64_t i) const {
         const A a = weights[lags[i]];
         return L::spread(a == a ? a : A(__builtin_nan("")));
     }
 };
 
-// Whether a result like x is written past the cache: a large one, whose heads begin and end with lines of the cache.
+// True if a result like x should bypass the cache: if it is large and its heads are aligned to cache lines.
 template <class T>
 inline bool should_stream(const Shape& n, const T* y) {
     return n.B * n.T * n.G * n.D * int64_t(sizeof(T)) >= streamed_bytes && n.D * sizeof(T) % cache_line == 0 &&
@@ -286,7 +287,7 @@ void forward(const Call<T, A>& call) {
     }
 }
 
-// Writes positions of x into the state; after `forward`, which reads what stands there before.
+// Writes positions of x into the state. Must follow `forward`, which reads the previous contents.
 template <class T, class A>
 void keep(const Call<T, A>& call) {
     const Shape& n = call.n;
@@ -300,8 +301,8 @@ void keep(const Call<T, A>& call) {
     }
 }
 
-// Every row, of state or of x, gathers the gradients of the positions that read it; the same pass gives the gradient
-// of the coefficients, by spans, which the caller adds up: the same bits whatever the number of threads.
+// Every row of the state and of x gathers the gradients of the positions that read it. The same pass computes the
+// gradient of the coefficients for each span; the caller adds these. The bits do not depend on the number of threads.
 template <class T, class A, bool streams>
 void backward(const Call<T, A>& call) {
     using L = Lanes<T>;

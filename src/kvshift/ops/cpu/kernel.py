@@ -1,7 +1,7 @@
 """The operator through the compiled kernel of `kernel.cpp`: one pass over memory forward, one backward.
 
-The kernel is built when the package is installed (`hatch_build.py`). Where it is missing, or cannot take the tensors,
-`cpu_refusal` says why, and "auto" takes `torch_ops.shift_eager`, which computes the same bits.
+The kernel is built when the package is installed (`hatch_build.py`). If it is missing or cannot take the tensors,
+`cpu_refusal` returns the reason, and "auto" uses `torch_ops.shift_eager`, which computes the same bits.
 
 Shapes: B batch, T positions, S sequences, R rows of state, Q rows of state per batch entry, G KV heads, D head
 size, W window.
@@ -21,11 +21,11 @@ from kvshift.ops.arguments import compute_dtype
 from kvshift.ops.torch_ops import differentiable
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# What torch calls the machine: what the compiler does; rows whose gradients of coefficients are summed in float32,
-# before those sums are added in float64. Half as many lanes would each add up twice as many terms.
+# By the CPU capability that torch reports: the compiler's name for it, and the number of rows whose gradients of
+# coefficients are summed in float32 before these sums are added in float64 (half, where a vector has half the lanes).
 _BUILDS = {"AVX512": ("x86-64-v4", 32), "AVX2": ("x86-64-v3", 16)}
 _MAX_WINDOW = 16
-_PARALLEL = 2**15  # elements from which a second thread pays
+_PARALLEL = 2**15  # number of elements from which a second thread pays off
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -36,7 +36,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """`Call` of kernel.cpp."""
+    """The struct `Call` of kernel.cpp."""
 
     _fields_ = (
         *((name, _INT) for name in ("B", "T", "G", "D", "W", "Q", "threads")),
@@ -47,7 +47,7 @@ class _Call(ctypes.Structure):
 
 
 def cpu_refusal(x: Tensor, window: int) -> str | None:
-    """Why the kernel cannot take x, a plain tensor; None if it can."""
+    """Return why the kernel cannot take x, a plain tensor; None if it can."""
     if torch.compiler.is_compiling():
         return "it does not support torch.compile, which generates its own code"
     if not x.is_cpu:
@@ -89,36 +89,36 @@ shift_cpu = differentiable(_forward, _backward)
 
 
 class Pool:
-    """`shift_cpu` of one row of tokens, whose state lies in a pool of rows that it also writes; without gradients.
+    """`shift_cpu` for one row of tokens whose state is in a pool of rows, which it also updates. Without gradients.
 
-    For servers: the record of a call is made once, and one thread at a time changes what changes. To make it for every
-    layer of every token takes the host longer than all else.
+    For servers: the record of a call is made once, and each call changes only the fields that vary, in one thread at a
+    time. Making the record for every layer of every token would take the host longer than everything else.
 
     Args:
         coefficients: (G, W).
         size: D.
-        dtype: of tokens and pool.
+        dtype: dtype of the tokens and the pool.
     """
 
     def __init__(self, coefficients: Tensor, size: int, dtype: torch.dtype) -> None:
         heads, window = coefficients.shape
-        self._weights = _weights(coefficients, torch.empty(0, dtype=dtype))  # held: the record has its address
+        self._weights = _weights(coefficients, torch.empty(0, dtype=dtype))  # kept alive, as the record has its address
         self._function, self._numbers = _kernels().forward[dtype], heads * size
         self._call = _Call(B=1, G=heads, D=size, W=window, weights=self._weights.data_ptr())
-        self._x, self._state = self._call.x, self._call.state  # of the same memory
+        self._x, self._state = self._call.x, self._call.state  # views of the same memory
         self._x.head = self._state.head = size
         self._state.row = self._numbers
 
     def shift(self, x: Tensor, y: Tensor, pool: int, rows: int, sources: Tensor, kept: Tensor) -> None:
-        """Shift, and then keep raw rows.
+        """Shift the tokens, then write raw rows to the pool.
 
         Args:
-            x: (>= T, G D), heads next to each other.
-            y: (>= T, G D) dense, to be written.
-            pool: the address of its first row; rows are dense.
-            rows: of the pool.
-            sources: (T, W) as in a `ShiftPlan`, where the pool is the state.
-            kept: (T,) int32, the row of the pool, from its first, that takes each token; negative for none.
+            x: tokens, (>= T, G D), with contiguous rows.
+            y: output, (>= T, G D), contiguous.
+            pool: address of the first row of the pool, whose rows are contiguous.
+            rows: number of rows of the pool.
+            sources: (T, W), as in a `ShiftPlan` with the pool as the state.
+            kept: row of the pool, counted from the first, that each token is written to, (T,) int32; negative for none.
         """
         call, tokens = self._call, len(kept)
         call.T, call.Q, call.y = tokens, rows, y.data_ptr()
@@ -150,7 +150,7 @@ def _weights(coefficients: Tensor, x: Tensor) -> Tensor:
 
 
 class _Kernels:
-    """The functions of the kernel by dtype; `refusal` says why there are none."""
+    """The functions of the kernel by dtype. If there are none, `refusal` is the reason."""
 
     def __init__(self) -> None:
         self.refusal: str | None = None
@@ -163,7 +163,7 @@ class _Kernels:
             self.refusal = f"{path.name} was not built when kvshift was installed"
             return
         try:
-            library = ctypes.CDLL(str(path))  # OpenMP is the one that torch has loaded: no second pool of threads
+            library = ctypes.CDLL(str(path))  # shares torch's OpenMP: no second thread pool
         except OSError as error:
             self.refusal = f"{path.name} cannot be loaded: {error}"
             return

@@ -1,1 +1,1 @@
-"""The operator on CUDA devices, through Triton, which is imported at the first launch."""
+"""The operator on CUDA devices, through Triton, which is imported on the first launch."""

@@ -1,11 +1,11 @@
-"""The gradients of `forward.py`, one launch for keys, values and queries.
+"""The gradients of `forward.py`, in one launch for keys, values and queries.
 
-Every row gathers the gradients of the positions that read it: nothing is added atomically, and each program writes its
-own sums for the coefficients, which the caller adds up in one order. The position whose lag j reads row t is t + j
-where there are no boundaries, else it stands in `readers`, as in `kvshift.ops.boundaries.ShiftPlan`. Rows of state are
-few; their share is left to plain operations.
+Every row gathers the gradients of the positions that read it. There are no atomic additions: each program writes
+partial sums for the coefficients, which the caller adds in a fixed order. Without boundaries, the position whose lag j
+reads row t is t + j; otherwise it is given by `readers`, as in `kvshift.ops.boundaries.ShiftPlan`. Rows of state are
+few, so their part is left to plain operations.
 
-Shapes and arguments as there; gx is the gradient of x.
+Shapes and arguments are those of `forward.py`; gx is the gradient of x.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -29,7 +29,7 @@ from kvshift.ops.triton.forward import (
 
 @triton.jit
 def _reader(readers, t, there, lag, T, W: tl.constexpr):
-    """The position whose lag reads each position; negative if there is none."""
+    """Return the position whose lag reads each position; negative if there is none."""
     reader = t + lag if readers is None else tl.load(readers + t.to(tl.int64) * W + lag, mask=there, other=NOTHING)
     return tl.where(reader < T, reader, NOTHING)
 
@@ -39,7 +39,7 @@ def _backward_plain(
     gx, gx_t, gy, y_t, y_d, x, x_t, x_d, weights, partials, readers, t, there, T,
     W: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One head: gx[t] = weights[0] gy[t] + weights[1] gy[t+1] + ..., and partials[j] = sum of x[t] gy[t+j]."""
+    """For one head: gx[t] = weights[0] gy[t] + weights[1] gy[t+1] + ..., and partials[j] = sum of x[t] gy[t+j]."""
     d = tl.arange(0, BLOCK)
     in_head = d < D
     real = _reader(readers, t, there, 0, T, W) >= 0
@@ -59,10 +59,10 @@ def _rotated_back(
     gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_t, sources, row, there,
     W: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what was shifted, from that of what was normalised and rotated, both halves at rows of one head.
+    """Backpropagate through rotation and norm, for rows of one head: from the gradient gy to that of the shifted rows.
 
     Returns:
-        low, high, and their products with what the scale of the norm multiplies.
+        Both halves of the gradient, low and high, and both halves of the terms of the gradient of the scale.
     """
     half: tl.constexpr = D // 2
     d = tl.arange(0, BLOCK)
@@ -75,7 +75,7 @@ def _rotated_back(
     high = g_high * c - g_low * s
     s_low = low
     s_high = high
-    if scale is not None:  # and no state
+    if scale is not None:  # such a call has no state
         x_low = _shifted(x, x_t, column * x_d, None, 0, d, in_half, weights, sources, row, there, 0, W, ACC)
         x_high = _shifted(x, x_t, (column + half) * x_d, None, 0, d, in_half, weights, sources, row, there, 0, W, ACC)
         inverse = _inverse_norm(x_low, x_high, D, EPS)
@@ -96,7 +96,7 @@ def _backward_rotated(
     gx, gx_t, gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_t, partials, sources, readers, t, there, T,
     W: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One head, as `_backward_plain`. Returns this head's share of the gradient of the scale, both halves."""
+    """Do `_backward_plain` with rotation. Return both halves of the head's part of the gradient of the scale."""
     half: tl.constexpr = D // 2
     d = tl.arange(0, BLOCK)
     in_half = d < half
@@ -134,7 +134,7 @@ def _backward_heads(
     W: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The heads of one of the lanes of q, of k or of v."""
+    """Compute the gradients for the heads of one lane of q, of k or of v."""
     first = lane * HEADS
     d = tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], ACC)
@@ -143,7 +143,7 @@ def _backward_heads(
         gx_head = gx + (b * T * heads + head) * D
         gy_head = _head(gy, b, head, y_b, y_g, ALIGN)
         x_head = x
-        if x is not None:  # queries are looked at only if there is a norm
+        if x is not None:  # queries are read only if there is a norm
             x_head = _head(x, b, head, x_b, x_g, ALIGN)
         w_head = weights
         p_head = partials
@@ -178,9 +178,10 @@ def backward(
     Dk: tl.constexpr, Dv: tl.constexpr, W: tl.constexpr, EPS: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients gq, gk, gv from those of the outputs; lanes and blocks as in `forward`.
+    """Compute the gradients gq, gk and gv from those of the outputs. Lanes and blocks are as in `forward`.
 
-    partials: (tiles, G, W), which the caller adds up; of the scales (tiles, lanes, D). What gets no gradient is None.
+    The caller adds up the partials, (tiles, G, W), and those of the scales, (tiles, lanes, D). Tensors that need no
+    gradient are None.
     """
     lanes = q_lanes + k_lanes + v_lanes
     lane = tl.program_id(0) % lanes

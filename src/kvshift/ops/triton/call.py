@@ -1,6 +1,6 @@
-"""The operator through Triton: what it refuses, and how a call becomes one of `launch.py`.
+"""The operator through Triton: which calls it cannot take, and how the others are passed to `launch.py`.
 
-Nothing waits for the device and no shape depends on data, so that CUDA graphs can be made of it.
+Nothing synchronises with the device and no shape depends on data, so that CUDA graphs can capture it.
 
 Shapes: B batch, T positions, S sequences, R rows of state, G KV heads, D head size, W window.
 """
@@ -20,11 +20,11 @@ from kvshift.ops.triton.launch import shift
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_WINDOW = 8
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton runs kernels as Python, on CPU tensors
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton runs kernels in Python, on CPU tensors
 
 
 def triton_refusal(x: Tensor, window: int) -> str | None:
-    """Why the kernels cannot take x, a plain tensor or a fake one; None if they can."""
+    """Return why the kernels cannot take x, a plain or fake tensor; None if they can."""
     if x.dtype not in _DTYPES:
         return f"it supports {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, the tensors are {x.dtype}"
     if window > _MAX_WINDOW:
@@ -37,18 +37,18 @@ def triton_refusal(x: Tensor, window: int) -> str | None:
 
 
 def shift_triton(x: Call, sequences: int) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """All that `kvshift.ops.triton.launch.shift` does, for tensors as callers have them.
+    """Prepare the tensors of a call for `kvshift.ops.triton.launch.shift`, and call it.
 
     Args:
-        x: with any strides; where there are boundaries, with its plan.
+        x: a call whose tensors have any strides, with its plan if there are boundaries.
         sequences: S.
 
     Returns:
-        q, k, v, and the next states of k and of v, (S, R, G, D). What is neither shifted nor rotated comes back as it
-        is; None for what is not there or not kept.
+        q, k, v, and the next states of k and v, (S, R, G, D). Tensors that are neither shifted nor rotated are returned
+        unchanged; None for those that are absent or not kept.
 
     Raises:
-        ValueError: gradients of a rotated call are recorded, and it has a state.
+        ValueError: gradients are recorded for a call that rotates and has a state.
     """
     records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x[:TENSORS])
     if records and x.cos is not None and (x.k_state is not None or x.v_state is not None):
@@ -72,14 +72,14 @@ def shift_triton(x: Call, sequences: int) -> tuple[Tensor | None, Tensor, Tensor
 
 
 def _state_after(x: Call, of: Tensor, state: Tensor | None, sequences: int, max_rows: int) -> Tensor:
-    """By operations that have gradients."""
+    """Return the next state, computed by differentiable operations."""
     if state is None:
         state = of.new_zeros(sequences, x.window() - 1, *of.shape[2:])
     return state_after(of, state, x.plan(), max_rows)
 
 
 def _as_kernels_read(x: Call) -> Call:
-    """Coefficients in the dtype of the arithmetic; rows of the tables with the same strides; the rest contiguous."""
+    """Cast coefficients to the dtype of the arithmetic, make strides of both tables equal, and others contiguous."""
     cos, sin, compute = x.cos, x.sin, compute_dtype(x.k)
     if cos is not None and sin is not None and not _are_alike(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()

@@ -1,14 +1,14 @@
-"""The operator on a GPU: forward, one launch for keys, values and queries, and for the next state.
+"""The operator on a GPU, forward: one launch for keys, values, queries and the next state.
 
 One program computes a tile: up to BLOCK_T positions of one batch entry, for HEADS heads one after another. Every tensor
-is read by its strides; offsets of rows have 64 bits. Arithmetic is in ACC (float32, or float64 for float64), rounded
-once. What is None is compiled out, head sizes are compiled in; sizes that change from call to call are not.
+is read by its strides; row offsets have 64 bits. Arithmetic is in ACC (float32, or float64 for float64), rounded once.
+Arguments that are None and head sizes are compile-time constants; sizes that change from call to call are not.
 
-The row that a lag reads is a number: of a position, or, negative, of a row of state from its end. It is t - lag where
-there are no boundaries, else it stands in `sources`, as in `kvshift.ops.boundaries.ShiftPlan`.
+The row that a lag reads is identified by a number: a position or, if negative, a row of state counted from the end.
+Without boundaries it is t - lag; otherwise it is given by `sources`, as in `kvshift.ops.boundaries.ShiftPlan`.
 
-Shapes: B batch, T positions, Q rows of state per batch entry, N rows of the next, H query heads, G KV heads, D head
-size, W window.
+Shapes: B batch, T positions, Q rows of state per batch entry, N rows of the next state, H query heads, G KV heads, D
+head size, W window.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -24,13 +24,13 @@ NOTHING = tl.constexpr(-(2**31))
 
 @triton.jit
 def _head(x, b, head, stride_b, stride_g, ALIGN: tl.constexpr):
-    """The first element of a head. Strides are counted in ALIGN elements, so that the compiler knows them to divide."""
+    """Return a pointer to a head. Strides are in units of ALIGN elements, so that the compiler knows the alignment."""
     return x + (b * stride_b + head * stride_g) * ALIGN
 
 
 @triton.jit
 def _load_rows(x, stride, row, there, column, in_head, ACC: tl.constexpr):
-    """Rows of one head; zero where `there` is False."""
+    """Load rows of one head; zero where `there` is False."""
     at = row.to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(x + at, mask=there[:, None] & in_head[None, :], other=0.0).to(ACC)
 
@@ -43,7 +43,7 @@ def _store_rows(y, stride, row, there, column, in_head, value):
 
 @triton.jit
 def _source(sources, row, there, lag, W: tl.constexpr):
-    """The row that this lag of each position reads."""
+    """Return the row that this lag of each position reads."""
     source = row - lag if sources is None else tl.load(sources + row.to(tl.int64) * W + lag, mask=there, other=NOTHING)
     return tl.where(there, source, NOTHING)
 
@@ -52,7 +52,7 @@ def _source(sources, row, there, lag, W: tl.constexpr):
 def _load_sources(
     x, stride, column, state, state_stride, state_column, source, Q, in_head, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The rows of x and of the state that `source` names."""
+    """Load the rows of x and of the state that `source` refers to."""
     rows = _load_rows(x, stride, source, source >= 0, column, in_head, ACC)
     if state is not None:
         of_state = (source < 0) & (source >= -Q)
@@ -63,14 +63,14 @@ def _load_sources(
 
 @triton.jit
 def _times(term, weight):
-    """weight * term; zero, whatever the term, for a weight of zero: no infinity becomes NaN."""
+    """Return weight * term; zero for a weight of zero, whatever the term, so that no infinity becomes NaN."""
     return tl.where(weight == 0, 0.0, term * weight)
 
 
 @triton.jit
 def _add(total, term, weight):
-    """total + weight * term; every bit of total for a weight of zero."""
-    # Spelled out: which product of a sum is fused would else differ from kernel to kernel, and its bits.
+    """Return total + weight * term; exactly total for a weight of zero."""
+    # An explicit fma: otherwise kernels could fuse different products of a sum, and give different bits.
     return tl.where(weight == 0, total, tl.fma(term, weight, total))
 
 
@@ -79,7 +79,7 @@ def _shifted(
     x, stride, column, state, state_stride, state_column, in_head, weights, sources, row, there, Q,
     W: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """weights[0] x[t] + weights[1] x[t-1] + ... without the terms whose weight is zero; x itself if weights is None."""
+    """Return weights[0] x[t] + weights[1] x[t-1] + ..., without terms of zero weight; x itself if weights is None."""
     now = row if weights is None else _source(sources, row, there, 0, W)
     total = _load_rows(x, stride, now, there & (now >= 0), column, in_head, ACC)
     if weights is not None:
@@ -93,7 +93,7 @@ def _shifted(
 
 @triton.jit
 def _angles(cos, sin, table_t, row, there, d, in_half, ACC: tl.constexpr):
-    """Of rows of the tables of a batch entry, (T, D/2)."""
+    """Load cosines and sines from rows of the tables of a batch entry, (T, D/2)."""
     at = row.to(tl.int64)[:, None] * table_t + d[None, :]
     seen = there[:, None] & in_half[None, :]
     return tl.load(cos + at, mask=seen, other=1.0).to(ACC), tl.load(sin + at, mask=seen, other=0.0).to(ACC)
@@ -112,7 +112,7 @@ def _forward_plain(
     y, y_t, x, x_t, x_d, state, state_t, weights, sources, t, there, Q,
     W: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Shifted, into the rows of y."""
+    """Write the shifted rows to y."""
     d = tl.arange(0, BLOCK)
     in_head = d < D
     value = _shifted(
@@ -126,7 +126,7 @@ def _forward_rotated(
     y, y_t, x, x_t, x_d, state, state_t, weights, scale, cos, sin, table_t, sources, t, there, Q,
     W: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Shifted, normalised by its root mean square and rotated: in two halves, as the rotation pairs them."""
+    """Shift, normalise by the root mean square and rotate, in the two halves that the rotation pairs."""
     half: tl.constexpr = D // 2
     d = tl.arange(0, BLOCK)
     in_half = d < half
@@ -151,7 +151,7 @@ def _next_rows(
     y, y_t, x, x_t, x_d, state, state_t, next_state, T, Q, N,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The N rows of the next state of a batch entry."""
+    """Write the N rows of the next state of a batch entry."""
     d = tl.arange(0, BLOCK)
     in_head = d < D
     for first in range(0, N, BLOCK_T):
@@ -170,7 +170,7 @@ def _forward_head(
     t, there, of_state, T, Q, N, W: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
     EPS: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One head of a batch entry: a tile of its output, or all of its next state."""
+    """Compute one head of a batch entry: a tile of its output, or its whole next state."""
     row = heads * D
     x = _head(x, b, head, x_b, x_g, ALIGN)
     if weights is not None:
@@ -204,11 +204,11 @@ def forward(
     Dk: tl.constexpr, Dv: tl.constexpr, W: tl.constexpr, EPS: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """q rotated, k shifted (and rotated), v shifted. A lane is HEADS heads of q, of k or of v.
+    """Rotate q, shift (and rotate) k, and shift v. A lane consists of HEADS heads of q, of k or of v.
 
-    `q` is None without rotary embedding, `cos` with it; an output that is not asked for is None. Behind the tiles of
-    positions there is one for the next state of each batch entry. BLOCK_K spans a head of k, or half of one that is
-    rotated.
+    Without rotary embedding, `q` and `cos` are None. Outputs that are not needed are None. After the tiles of positions
+    comes one tile per batch entry for the next state. BLOCK_K covers a head of k, or half a head with rotary
+    embedding.
     """
     lanes = q_lanes + k_lanes + v_lanes
     lane = tl.program_id(0) % lanes

@@ -1,7 +1,7 @@
-"""Launches of the kernels that shift, registered with torch.library: torch.compile and torch.export take them whole.
+"""Kernel launches, registered with torch.library, so that torch.compile and torch.export do not trace into them.
 
-`kvshift::shift` is forward, for keys and values, with a rotary embedding queries, and the next state;
-`kvshift::shift_backward` its gradients.
+`kvshift::shift` computes keys, values, the next state and, with rotary embedding, queries; `kvshift::shift_backward`
+computes the gradients.
 
 Shapes: B batch, T positions, Q rows of state per batch entry, N rows of the next, H query heads, G KV heads, D head
 size, W window.
@@ -26,20 +26,20 @@ from kvshift.ops.triton.registration import registered
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How the work of a launch is cut; changes no result but by the order of the sums for coefficients and norms."""
+    """How the work of a launch is divided. Affects results only by the order of sums for coefficients and norms."""
 
     elements: int = 4096
-    """Of a tile, at most: positions times the elements of a head. Half as many for a window above 2, for float64, for
-    both with a window above 4, and for the gradient of a norm: what a thread needs must fit into its registers."""
+    """Maximum number of elements of a tile: positions times the elements of a head. Halved for a window above 2, for
+    float64, for both with a window above 4, and for the gradient of a norm, because a thread has few registers."""
     positions: int = 64
-    """Of a tile, at most."""
+    """Maximum number of positions of a tile."""
     heads: int = 1
-    """That one program works through, one after another; they share the rotary tables of their positions."""
+    """Number of heads that one program processes, one after another; they share the rotary tables of the positions."""
     warps: int = 4
-    """Of a program."""
+    """Number of warps of a program."""
 
 
-# By kernel; `kvshift.benchmarks.tilings` tries others on the device at hand.
+# The tiling of each kernel; `kvshift.benchmarks.tilings` measures others on the current device.
 TILING = {
     "forward": Tiling(),
     "backward": Tiling(elements=2048),
@@ -50,7 +50,7 @@ TILING = {
 
 @functools.cache
 def kernels() -> SimpleNamespace:
-    """The kernels; importing them takes Triton."""
+    """Return the kernels; importing them requires Triton."""
     from kvshift.ops.triton import backward, forward
 
     return SimpleNamespace(forward=forward.forward, backward=backward.backward)
@@ -63,10 +63,10 @@ class _Grid(NamedTuple):
     """The programs of a launch, and the last of its arguments.
 
     Attributes:
-        tiles: of a batch entry.
-        lanes: of q, k and v together.
-        sizes: tiles, lanes of q, k and v, strides of the tables, strides of all tensors that are read by theirs.
-        constants: what is compiled in.
+        tiles: number of tiles of a batch entry.
+        lanes: number of lanes of q, k and v together.
+        sizes: tiles, lanes of q, k and v, strides of the rotary tables, and strides of all strided tensors.
+        constants: compile-time constants.
     """
 
     tiles: int
@@ -76,9 +76,10 @@ class _Grid(NamedTuple):
 
 
 def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
-    """
+    """Divide the work of a launch.
+
     Args:
-        strided: the tensors that are read by their strides, those of q, k and v first.
+        strided: the tensors that are read by their strides, starting with those for q, k and v.
     """
     rotated, normed = x.cos is not None, x.k_scale is not None
     tiling = TILING[f"{direction}, rotated" if rotated else direction]
@@ -91,7 +92,7 @@ def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
     block_t = min(_power_of_2(positions), tiling.positions, max(1, (tiling.elements >> halvings) // widest))
     tiles = -(-positions // block_t)
     lanes = [0 if y is None else -(-y.shape[2] // tiling.heads) for y in strided[:3]]
-    # Strides of heads and above are counted in as many elements as divide all of them; sin has those of cos.
+    # Strides, except within a head, are in units of a common divisor; sin has the strides of cos.
     align = math.gcd(16, *(stride for y in strided if y is not None for stride in y.stride()[:3]))
     strides = [(0, 0, 0, 0) if y is None else y.stride() for y in strided]
     table = (0, 0) if x.cos is None else (0 if x.cos.shape[0] == 1 else x.cos.stride(0), x.cos.stride(1))
@@ -116,44 +117,44 @@ def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
 
 
 def _accumulator(x: Tensor) -> Any:
-    """`compute_dtype` in Triton's words."""
+    """Return `compute_dtype` as a Triton dtype."""
     import triton.language as tl
 
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
 def _power_of_2(n: int) -> int:
-    """The smallest that is at least n."""
+    """Return the smallest power of 2 that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def _rows_per_entry(x: Call) -> int:
-    """Q, the rows of state of a batch entry: those of the sequences of a pack one after another."""
+    """Return Q, the number of rows of state of a batch entry, which for a pack is that of all sequences."""
     if x.k_state is None:
         return 0 if x.readers is None else x.readers.shape[1] - x.k.shape[1]
     return x.k_state.shape[0] * x.k_state.shape[1] // max(1, x.k.shape[0])
 
 
 def _on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, wherever the tensors are."""
+    """Make the device of x current: Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 # The operators --------------------------------------------------------------------------------------------------------
 
-# As torch.library writes it.
+# In the notation of torch.library.
 _INPUTS = ", ".join(f"Tensor{'' if name == 'k' else '?'} {name}" for name in Call._fields[:TENSORS])
 
 
 def _like(x: Tensor | None, k: Tensor, rows: int | None = None) -> Tensor:
-    """For an output like x, or for that many rows like its positions; no element where there is none."""
+    """Allocate an output like x, or with `rows` in place of its positions; empty if x is None."""
     if x is None:
         return k.new_empty(0)
     return x.new_empty(x.shape if rows is None else (x.shape[0], rows, *x.shape[2:]))
 
 
 def _outputs(x: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What each output is like; None where there is nothing to compute."""
+    """Return q, k and v, each as the template of its output; None if there is nothing to compute."""
     return x.q, None if x.alpha is None and x.cos is None else x.k, None if x.beta is None else x.v
 
 
@@ -162,7 +163,7 @@ def _like_outputs(x: Call, rows: int) -> tuple[Tensor, ...]:
 
 
 def _like_gradients(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, x: Call) -> list[Tensor]:
-    """For the gradients of q, k, v, alpha, beta, q_scale, k_scale."""
+    """Allocate the gradients of q, k, v, alpha, beta, q_scale and k_scale."""
     due = (gq_out, None if gk_out is None else x.k, None if gv_out is None else x.v)
     return [_like(y, x.k) for y in (*due, x.alpha, x.beta, x.q_scale, x.k_scale)]
 
@@ -184,7 +185,7 @@ def _shift_backward(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor
         return gradients
 
     def partials(of: Tensor | None, *shape: int) -> Tensor | None:
-        """What each program gives to the gradient of `of`; added up by one reduction, in one order."""
+        """Allocate the terms of the gradient of `of`, one per program; one reduction adds them in a fixed order."""
         return None if of is None else torch.empty(tiles, *shape, dtype=compute_dtype(x.k), device=x.k.device)
 
     k_sums, v_sums = partials(x.alpha, heads, window), partials(x.beta, heads, window)
@@ -215,7 +216,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     x = Call(*ctx.saved_tensors)
-    due = (ctx.has_q, *(y is not None for y in _outputs(x)[1:]))  # q is saved for a norm alone
+    due = (ctx.has_q, *(y is not None for y in _outputs(x)[1:]))  # q is saved only for a norm
     grads = [g if is_due else None for g, is_due in zip((gq_out, gk_out, gv_out), due, strict=True)]
     found = [g if g.numel() else None for g in _shift_backward(*grads, *x[:TENSORS], ctx.eps)]
     gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = found
@@ -233,7 +234,7 @@ def _traceable_backward(
     ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tensor
 ) -> tuple[Tensor | None, ...]:
     x = Call(*ctx.saved_tensors, eps=ctx.eps)
-    if ctx.has_q and x.q is None:  # rotated alone: any numbers will do
+    if ctx.has_q and x.q is None:  # without a norm, its gradient does not depend on q
         x = x._replace(q=x.k.new_zeros(gq_out.shape))
     due = [y is not None for y in _outputs(x)]
     differentiable = [*x[:7], *x[9:11]]
@@ -277,19 +278,19 @@ def _shift(*args: Any) -> tuple[Tensor, ...]:
 
 
 def shift(x: Call, rows: int) -> tuple[Tensor, ...]:
-    """Shift k and v, normalise and rotate q and k, and keep the next states: all that `x` has the tensors for.
+    """Shift k and v, normalise and rotate q and k, and compute the next states, as far as `x` has the tensors.
 
         y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
 
-    z1 and z2 are the halves of a head. Queries the same without shift; values are shifted alone. Everything between
-    input and output is in float32 (float64 for float64). Gradients flow back from the first three results.
+    z1 and z2 are the halves of a head. Queries are treated in the same way without the shift; values are only shifted.
+    All arithmetic is in float32 (float64 for float64). Only the first three results are differentiable.
 
     Args:
-        x: contiguous but for q, k, v; coefficients in the dtype of the arithmetic.
-        rows: N, of the next state of each batch entry; 0: none is kept.
+        x: a call whose tensors are contiguous, except q, k and v, with coefficients in the dtype of the arithmetic.
+        rows: N, the number of rows of the next state of each batch entry; 0 if none is kept.
 
     Returns:
-        q, k, v and the next states of k and of v, (B, N, G, D). An empty tensor where there is nothing to compute: for
-        no q, for k with neither alpha nor cos, for v without beta.
+        q, k, v and the next states of k and v, (B, N, G, D). A result is an empty tensor if there is nothing to
+        compute: q without a q, k with neither alpha nor cos, and v without beta.
     """
     return _shift(*x[:TENSORS], x.eps or 0.0, rows)

@@ -1,4 +1,4 @@
-"""Operators that torch.compile and torch.export take whole, and that cost no more than a launch where nobody looks."""
+"""Operators that torch.compile and torch.export do not trace into, and that eager calls bypass to save time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def registered(
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
     traceable_backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Register a function with torch.library, as "kvshift::NAME".
+    """Return a decorator that registers a function with torch.library, as "kvshift::NAME".
 
-    What comes back calls it directly where all tensors are plain and nothing records operators: PyTorch's way to an
-    operator written in Python takes several times as long as a launch, and decoding waits for it.
+    The decorated function is called directly if all tensors are plain and nothing records operators, because PyTorch
+    takes several times as long as a launch to dispatch to an operator written in Python, and decoding waits for it.
 
     Args:
-        name: of the operator.
-        schema: its arguments and results, as torch.library writes them.
-        fake: the function's outputs for tensors without data.
-        save, backward: of its autograd, as in `torch.library.register_autograd`; its gradients have none themselves.
-        traceable_backward: what `backward` does, by plain operations, where `needs_traceable_ops` says that it must.
+        name: name of the operator.
+        schema: its arguments and results, in the notation of torch.library.
+        fake: computes the outputs for tensors without data.
+        save, backward: as in `torch.library.register_autograd`. The gradients are not differentiable.
+        traceable_backward: computes the same as `backward` in plain operations, for when `needs_traceable_ops` is true.
     """
 
     def register(launch: Callable[..., Result]) -> Callable[..., Result]:

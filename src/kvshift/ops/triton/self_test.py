@@ -1,14 +1,14 @@
-"""Before "auto" first takes the Triton kernels for a kind of call, small calls of that kind are compared on the device.
+"""A self-test on the device, before "auto" first uses the Triton kernels for a kind of call.
 
-Outputs, new states and gradients of the kernels must be those of plain operations in float64, within the tolerance of
-`kvshift.ops.small_calls.difference`: for a document, for packed ones, and for documents with padding and a state. Where
-one raises or differs there is one warning, and "auto" takes plain operations for the rest of the process. Later calls
-of the kind cost one look into a dict. KVSHIFT_SELF_TEST=0 switches the test off.
+Outputs, new states and gradients of the kernels must match plain operations in float64, within the tolerance of
+`kvshift.ops.small_calls.difference`, for one document, packed documents, and documents with padding and a state. If any
+of these raises or differs, there is one warning, and "auto" uses plain operations for the rest of the process. Later
+calls of the same kind cost one dictionary lookup. KVSHIFT_SELF_TEST=0 disables the test.
 
-The test runs in a thread of its own, which no autocast, no hooks on saved tensors, no modes and no compiler of the
-caller reach. torch.compile runs it while it traces; the program, which is for these head sizes and this window, keeps
-the verdict. While a CUDA graph is captured, and in a backward pass, for which the test's own would wait, it cannot run:
-a kind that nobody has tested then gets plain operations in that call, and the next one tests it.
+The test runs in a separate thread, out of reach of the caller's autocast, saved-tensor hooks, modes and compiler.
+torch.compile runs it while tracing; the compiled program, which is specific to these head sizes and this window, keeps
+the result. The test cannot run while a CUDA graph is captured, nor in a backward pass, which its own backward pass
+would wait for. An untested kind then uses plain operations in that call, and is tested at the next one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _LOCK = threading.Lock()
 
 
 class Kind(NamedTuple):
-    """What kernels are compiled for.
+    """A kind of call, for which kernels are compiled.
 
     Attributes:
-        k_size, v_size: D of keys and of values.
-        window: W; 1 where nothing is shifted.
-        rotated, normed: whether rotary embedding and QK-norm follow in the same launch.
+        k_size, v_size: head size of keys and of values.
+        window: W; 1 if nothing is shifted.
+        rotated, normed: whether the launch includes rotary embedding and QK-norm.
     """
 
     device: torch.device
@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 
 def passes_self_test(kind: Kind) -> bool:
-    """Whether "auto" may take the kernels for calls of this kind.
+    """Return True if "auto" may use the kernels for calls of this kind, testing them first if needed.
 
     Raises:
         ValueError: KVSHIFT_SELF_TEST is neither 0 nor 1.
@@ -68,7 +68,7 @@ def passes_self_test(kind: Kind) -> bool:
 
 
 def is_switched_on() -> bool:
-    """Whether kernels are tested before their first use.
+    """Return True if kernels are tested before their first use.
 
     Raises:
         ValueError: KVSHIFT_SELF_TEST is neither 0 nor 1.
@@ -79,7 +79,7 @@ def is_switched_on() -> bool:
 
 
 def self_test_fault(kind: Kind) -> str | None:
-    """What is wrong with the kernels for calls of this kind, in one line; None if nothing is."""
+    """Describe in one line what is wrong with the kernels for calls of this kind; None if nothing is."""
     from kvshift.ops.small_calls import difference, outcome
 
     try:
@@ -88,13 +88,13 @@ def self_test_fault(kind: Kind) -> str | None:
             fault = difference(results, outcome(edge, kind, "eager", exact=True), kind.dtype)
             if fault is not None:
                 return f"{name}: {fault}"
-    except Exception as error:  # of whatever kind: compilers and drivers have their own
+    except Exception as error:  # compilers and drivers raise exceptions of many types
         return traceback.format_exception_only(error)[0].splitlines()[0]
     return None
 
 
 def _edges(rotated: bool) -> dict[str, Edge]:
-    """Each makes the kernels anew, which takes a while; a launch that rotates has no gradients beside a state."""
+    """Return the calls: few, as each compiles kernels. With a state, a launch that rotates has no gradients."""
     from kvshift.ops.small_calls import Edge
 
     positions = range(_POSITIONS)
@@ -118,7 +118,7 @@ def _passes_while_tracing(*kind: Any) -> bool:
     return _decide(Kind(*kind))
 
 
-# As by `torch.compiler.assume_constant_result`, which imports all of torch._dynamo: seconds, for who never compiles.
+# Like `torch.compiler.assume_constant_result`, which would import torch._dynamo: seconds, even without compilation.
 _passes_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -149,7 +149,7 @@ def _decide(kind: Kind) -> bool:
 
 
 def _in_a_thread(kind: Kind) -> str | None:
-    """`self_test_fault` where nothing of the caller's is in force."""
+    """Return `self_test_fault`, run in a thread without the caller's modes and settings."""
     faults: list[str | None] = ["the test did not end"]
 
     def run() -> None:
@@ -157,7 +157,7 @@ def _in_a_thread(kind: Kind) -> str | None:
 
     compiling, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
     waits = torch.cuda.get_sync_debug_mode() if kind.device.type == "cuda" else 0
-    if waits:  # on which a user may have put a warning or an error
+    if waits:  # the user may have enabled warnings or errors
         torch.cuda.set_sync_debug_mode(0)
     try:
         thread = threading.Thread(target=run, name="kvshift self-test")
