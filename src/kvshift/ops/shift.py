@@ -128,7 +128,7 @@ def shift_tokens(
         _check_rows("state", state, x, sequences, window)
     rows = window - 1 if state is None else state.shape[1]
     if max_rows is not None and max_rows < rows:
-        raise ValueError(f"max_rows must be at least the rows of state, {rows}; got {max_rows}")
+        raise ValueError(f"max_rows must be at least the number of rows of state, {rows}; got {max_rows}")
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
     call = Call(None, x, None, coefficients, k_state=state, max_rows=max_rows or rows, **where)
     x_hat, _, next_state, _ = _shift(call, sequences)

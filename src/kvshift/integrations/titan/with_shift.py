@@ -51,7 +51,7 @@ def with_kv_shift(config: Trainer.Config, options: ShiftOptions = ShiftOptions()
     spec = config.model_spec
     if spec is None or type(spec.model) not in (Llama3Model.Config, Qwen3Model.Config):
         found = None if spec is None else type(spec.model).__qualname__
-        raise ValueError(f"config must be of Llama 3 or Qwen 3, got {found}")
+        raise ValueError(f"config must be that of a Llama 3 or Qwen 3 model, got {found}")
     for layer in spec.model.layers:
         layer.attention = shifted_attention(layer.attention, options)
     config.model_spec = dataclasses.replace(
