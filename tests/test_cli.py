@@ -124,7 +124,7 @@ def test_planning_and_listing_the_recipes_need_no_torch(arguments, function, imp
 def test_bad_paths_and_options_are_said_before_torch_is_imported(tmp_path):
     """Importing torch takes seconds."""
     no_format, nowhere = "notes.xyz is not in a supported format", "is neither a bundled corpus"
-    not_empty = "out must be a folder that is not there yet, or is empty"
+    not_empty = "out must be a new or empty folder"
     said = {
         "train --out {0}/new --data.corpus {0}/notes.xyz": f"corpus: .*{no_format}",
         "train --out {0}/new --data.validation {0}/*.txt": "validation: .*",

@@ -137,7 +137,7 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
     with pytest.raises(RuntimeError, match="before any run"):
         module.reproduce(module.ReproduceConfig(recipe="depth", out=tmp_path, preset="laptop"))
     assert {(job.config.data.corpus, job.config.data.validation) for job in started} == {("tinyshakespeare", None)}
-    assert "the bundled corpus, far smaller, stands for it" in capsys.readouterr().err
+    assert "the bundled corpus, which is far smaller, is read" in capsys.readouterr().err
     asked = RECIPE.jobs("smoke", [0])
     assert with_available_text(asked) == asked
     monkeypatch.setenv(SHARED, str(tmp_path))

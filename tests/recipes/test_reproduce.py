@@ -108,7 +108,7 @@ def test_what_is_finished_is_kept(recipe: Recipe, tmp_path: Path, capsys: pytest
     reproduce(config(tmp_path, seeds=3))
     folder = tmp_path / "abacus" / "smoke" / "beads-a"
     assert [runs(folder / f"seed-{seed}") for seed in range(3)] == [1, 1, 1]
-    assert "2 of 6 runs were finished before" in capsys.readouterr().err
+    assert "2 of 6 runs are already finished" in capsys.readouterr().err
 
 
 def test_failed_runs_are_named_and_tried_again(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_failed_runs_are_named_and_tried_again(recipe: Recipe, tmp_path: Path, m
 def test_kept_records_are_not_replaced_by_fewer(recipe: Recipe, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     reproduce(config(tmp_path, seeds=2, results=kept))
-    with pytest.raises(LabError, match=r"smoke\.jsonl keeps 2 runs that this call does not make \(Beads, a, seed 1 "):
+    with pytest.raises(LabError, match=r"smoke\.jsonl has 2 runs that would be lost \(Beads, a, seed 1 "):
         reproduce(config(tmp_path, seeds=1, results=kept))
     reproduce(config(tmp_path, seeds=3, results=kept))
     assert len(read_records(kept / "abacus" / "smoke.jsonl")) == 6

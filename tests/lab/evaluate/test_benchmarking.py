@@ -223,7 +223,7 @@ def test_a_file_of_answers_that_is_none_or_in_use(shifted, mini, tmp_path):
     with pytest.raises(LabError, match=r"output: .*eval\.answers\.jsonl:1 was not written by this command"):
         evaluated(shifted, mini, tmp_path / "eval.json")
     path.unlink()
-    with kept_in(tmp_path / "eval.json"), pytest.raises(FolderInUseError, match="another process writes to"):
+    with kept_in(tmp_path / "eval.json"), pytest.raises(FolderInUseError, match="another process is writing to"):
         evaluated(shifted, mini, tmp_path / "eval.json")
 
 

@@ -86,4 +86,4 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "mine").touch()
     assert main(["explore", "a", "--out", str(tmp_path / "page")]) == 2
-    assert "out must be a folder that is not there yet, or is empty" in capsys.readouterr().err
+    assert "out must be a new or empty folder, but" in capsys.readouterr().err

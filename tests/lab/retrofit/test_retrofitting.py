@@ -160,7 +160,7 @@ def test_a_gguf_file_is_no_folder(tmp_path: Path):
 
 def test_a_folder_that_holds_something_stays(qwen2: Path, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(LabError, match="out must be a folder that is not there yet, or is empty"):
+    with pytest.raises(LabError, match="out must be a new or empty folder, but"):
         retrofit(RetrofitOptions(model=str(qwen2), out=tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
