@@ -315,7 +315,7 @@ BROKEN: dict[str, tuple[Broken, str]] = {
     "no beta": (changed_weights(beta=None), f" lacks the coefficients {BETA}"),
     "heads": (
         changed_weights(alpha=torch.zeros(3, 2)),
-        f"/model.safetensors: {ALPHA} has the shape [3, 2], expected [5, 2] (config.json)",
+        f"/model.safetensors: {ALPHA} has the shape [3, 2], expected [5, 2] by its config.json",
     ),
     "NaN": (changed_weights(beta=NOT_FINITE), f"/model.safetensors: {BETA} has numbers that are not finite, as a run "),
     "infinity in bfloat16": (
