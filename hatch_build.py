@@ -1,7 +1,7 @@
-"""Builds the CPU kernel into the wheel where there is a compiler; without one the wheel is pure Python, and slower.
+"""Builds the CPU kernel into the wheel if there is a compiler; without one the wheel is pure Python and slower.
 
-One binary per level of x86-64, so that a wheel runs on other machines than the one that built it. KVSHIFT_PURE=1
-leaves the kernel out.
+There is one binary per x86-64 level, so that a wheel also runs on machines other than the one that built it.
+KVSHIFT_PURE=1 omits the kernel.
 """
 
 import os
@@ -17,20 +17,20 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LEVELS = ("x86-64-v3", "x86-64-v4")
 SOURCE = Path("src/kvshift/ops/cpu/kernel.cpp")
-NOTE = SOURCE.with_name("_kernel.build.txt")  # why there is no kernel, for `kvshift doctor`
-NOTE_LINES = 20  # of the compiler's, the last
+NOTE = SOURCE.with_name("_kernel.build.txt")  # records why there is no kernel, for `kvshift doctor`
+NOTE_LINES = 20  # how many of the compiler's last lines to record
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-exceptions", "-fno-rtti",
-    "-ffp-contract=off",  # one order of roundings, whatever the length of a loop
-    "-Wall", "-Wextra", "-Werror", "-Wno-psabi",  # psabi: vectors never cross a function of the binary's interface
+    "-ffp-contract=off",  # the same roundings for every loop length
+    "-Wall", "-Wextra", "-Werror", "-Wno-psabi",  # psabi: no function of the binary's interface passes vectors
 )  # fmt: skip
 
 
 class CPUKernelHook(BuildHookInterface):
-    """Called by hatchling for every wheel, editable ones included."""
+    """A build hook that hatchling calls for every wheel, including editable ones."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and mark the wheel as one for this platform."""
+        """Compile the kernel and tag the wheel for this platform, or record why there is no kernel."""
         note = Path(self.root) / NOTE
         why = self._build()
         if why is not None:
@@ -45,7 +45,7 @@ class CPUKernelHook(BuildHookInterface):
         build_data["tag"] = f"py3-none-{tag}"
 
     def _build(self) -> str | None:
-        """Compile for every level; returns why there is no kernel, with the compiler's last lines."""
+        """Compile for every level; return None, or why there is no kernel, with the compiler's last lines."""
         if os.environ.get("KVSHIFT_PURE") == "1":
             return "it was left out, as KVSHIFT_PURE=1 asks"
         if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -63,7 +63,7 @@ class CPUKernelHook(BuildHookInterface):
         return None
 
     def clean(self, versions: list[str]) -> None:
-        """Called by `hatch clean`."""
+        """Remove the binaries and the note; called by `hatch clean`."""
         self._clean()
 
     def _compile(self, compiler: str, level: str) -> None:
@@ -79,8 +79,8 @@ class CPUKernelHook(BuildHookInterface):
         )
         for step in steps:
             subprocess.run(step, check=True, capture_output=True, text=True, cwd=root)
-        new = binary.with_suffix(f".{os.getpid()}")  # two environments may be made at a time
-        os.replace(shutil.copy2(linked, new), binary)  # a running process keeps the old one
+        new = binary.with_suffix(f".{os.getpid()}")  # two environments may be built at the same time
+        os.replace(shutil.copy2(linked, new), binary)  # a running process keeps the old file
         compiled.unlink()
         linked.unlink()
 

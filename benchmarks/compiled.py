@@ -1,15 +1,15 @@
-"""What torch.compile makes of a training step for an H200 that need not be there: bytes that it moves and keeps.
+"""Count the bytes that a training step compiled for an H200 moves and saves, without needing an H200.
 
     python benchmarks/compiled.py [--out FOLDER]
 
-Inductor plans before it generates code, and its plan says which operations become one kernel and which tensors each
-of them reads and writes. That is counted here, for one decoder layer of the paper's sizes in bfloat16 (a model of two
-layers less one of one): bytes moved, each tensor once for each kernel that touches it, and bytes kept for backward.
-Matrix products and attention, which all implementations share, are left out; attention is an operator without insides,
-for that of a GPU does not run here. Nothing is timed: sizes alone are traced, and no tensor has numbers.
+Inductor plans before it generates code: its plan determines which operations are fused into one kernel and which
+tensors each kernel reads and writes. The script counts them for one decoder layer of the paper's sizes in bfloat16 (a
+model of two layers minus a model of one): bytes moved, each tensor once for each kernel that touches it, and bytes
+saved for backward. Matrix products and attention, which all implementations share, are excluded. Attention is an opaque
+operator, because that of a GPU does not run here. Nothing is timed: only shapes are traced, and no tensor has data.
 
-Each line of FOLDER/rows.jsonl has its implementation's bytes and kernels, commit, versions and hash of the options.
-Inductor's plan is no public interface: this runs with torch 2.13.
+Each line of FOLDER/rows.jsonl has an implementation's bytes and kernels, commit, versions and the hash of the options.
+Inductor's plan is not a public interface: the script runs with torch 2.13.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ GPU = SimpleNamespace(
 Row = dict[str, Any]
 
 
-# Attention without insides
+# Attention as an opaque operator
 
 
 @torch.library.custom_op("planned::attention", mutates_args=())
@@ -103,7 +103,7 @@ attention.register_autograd(
 
 
 class Planner:
-    """Takes the place of Inductor's compiler: plans each graph for the GPU, and lets it run as it is."""
+    """A replacement for Inductor's compiler that plans each graph for the GPU and returns the graph uncompiled."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -147,7 +147,7 @@ def _on_gpu(x: Tensor) -> Tensor:
 
 
 def _move(graph: GraphModule) -> None:
-    """Every device that an operation names becomes the GPU; it was traced on the CPU."""
+    """Replace every device in the arguments of operations by the GPU; the graph was traced on the CPU."""
 
     def moved(value: Any) -> Any:
         return torch.device("cuda", 0) if isinstance(value, torch.device) else value
@@ -158,7 +158,7 @@ def _move(graph: GraphModule) -> None:
 
 
 def _describe(node: Any) -> str:
-    """ "shared: ..." for matrix products and attention; else the operator, or the operations that are one kernel."""
+    """Return "shared: ..." for matrix products and attention, else the operator or the operations fused in a kernel."""
     if isinstance(node, scheduler.ExternKernelSchedulerNode):
         kernel = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
         is_shared = "planned." in kernel or kernel.rsplit(".", 1)[-1] in ("mm", "addmm", "bmm")
@@ -168,7 +168,7 @@ def _describe(node: Any) -> str:
 
 
 def _saved(graph: GraphModule) -> int:
-    """Bytes of what forward hands to backward beyond its inputs, which are there anyway, and its own result."""
+    """Return the bytes that forward saves for backward, without its inputs, which exist anyway, and its result."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     kept = {node for node in output.args[0][1:] if isinstance(node, torch.fx.Node) and node.op != "placeholder"}
     values = [node.meta["val"] for node in kept]
@@ -177,7 +177,7 @@ def _saved(graph: GraphModule) -> int:
 
 @contextmanager
 def on_a_gpu_that_is_not_there() -> Iterator[None]:
-    """Inductor asks about the GPU, and gets answers."""
+    """Answer all queries about the GPU, from Inductor and the kernels, as for an H200."""
     answers: dict[str, Any] = {
         "get_compute_capability": lambda device=None: 90,
         "get_device_properties": lambda device=None: GPU,
@@ -198,7 +198,7 @@ def on_a_gpu_that_is_not_there() -> Iterator[None]:
             "current_device": lambda: 0,
         }.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
-        stack.enter_context(patch.object(triton_call, "_IS_INTERPRETED", True))  # kernels for tensors traced on the CPU
+        stack.enter_context(patch.object(triton_call, "_IS_INTERPRETED", True))  # allows kernels on CPU tensors
         stack.enter_context(patch.object(ShiftedDecoder, "_refuse_unknown_attention", lambda self: None))
         stack.enter_context(config.patch(fx_graph_cache=False))
         yield
@@ -208,7 +208,7 @@ def on_a_gpu_that_is_not_there() -> Iterator[None]:
 
 
 def planned(implementation: str, fields: dict[str, Any], batch: int, length: int) -> dict[str, Row]:
-    """Plans of forward and backward."""
+    """Return the plans of forward and backward, by pass."""
     torch._dynamo.reset()
     AttentionInterface.register("planned", lambda module, q, k, v, mask, **_: (attention(q, k, v), None))
     AttentionMaskInterface.register("planned", lambda *_, **__: None)
@@ -241,7 +241,7 @@ def planned(implementation: str, fields: dict[str, Any], batch: int, length: int
 
 
 def _fill(model: nn.Module) -> None:
-    """Parameters and buffers without numbers, in the fake mode that is on."""
+    """Replace parameters and buffers by tensors without data, in the active fake mode."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -252,7 +252,7 @@ def _fill(model: nn.Module) -> None:
 
 
 def layer(implementation: str, fields: dict[str, Any], batch: int, length: int) -> Row:
-    """What a model of two layers moves and keeps beyond one of one; the kernels of that of one."""
+    """Return the bytes that a second layer adds to a model of one layer, and the kernels of the model of one layer."""
     one, two = (planned(implementation, {**fields, "num_hidden_layers": n}, batch, length) for n in (1, 2))
     row: Row = {"contestant": implementation}
     for name in ("forward", "backward"):

@@ -1,17 +1,17 @@
-"""All that a GPU is needed for, in one call of nine minutes: tests, tuning, measurements.
+"""Run everything that needs a GPU in one call of nine minutes: tests, tuning and measurements.
 
     OUT=results/gpu python benchmarks/gpu.py [--only tests,tuning,...] [--minutes 9]
 
-It runs from a bare checkout and needs torch, triton, transformers, matplotlib, filelock, pytest and hypothesis: no
-installation of kvshift, no tyro, no network. Each step has processes and a time limit of its own: one that fails or
-hangs does not cost the rest. Tests are shared among as many processes as there are cores, for most of their time goes
-into compiling kernels; a failure is printed as it comes. Rows and results are written as they are measured, so that a
-step that ran out of time has left what it had.
+It runs from a bare checkout and needs torch, triton, transformers, matplotlib, filelock, pytest and hypothesis, but no
+installed kvshift, no tyro and no network. Each step has its own processes and time limit, so a step that fails or hangs
+does not affect the others. Tests are distributed over as many processes as there are cores, because most of their time
+goes into compiling kernels; a failure is printed as soon as it occurs. Rows and results are written as they are
+measured, so they are kept if a step runs out of time.
 
 $OUT/summary.txt            the short table that is printed last
-$OUT/steps.log              what the steps said
-$OUT/tests.jsonl            a line for each test that ended
-$OUT/tuning.json            launch parameters of the Triton kernels, by time
+$OUT/steps.log              output of the steps
+$OUT/tests.jsonl            a line for each finished test
+$OUT/tuning.json            launch parameters of the Triton kernels, sorted by time
 $OUT/bench/rows.jsonl, table.md, plot.svg, plot.png
 """
 
@@ -36,11 +36,11 @@ SOURCE = ROOT / "src"
 
 @dataclass(frozen=True)
 class Step:
-    """Processes that run at the same time, and the seconds that they may take.
+    """Processes that run at the same time, with a time limit in seconds.
 
     Attributes:
-        variables: of the environment of each process.
-        results: where tests write how they ended.
+        variables: environment variables of each process.
+        results: file to which tests write their outcomes.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Step:
 
 
 def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
-    """A Python that calls the benchmark, without the command line's tyro."""
+    """Return a command that calls the benchmark from Python, because the command line needs tyro."""
     given = {"parts": parts, "preset": "paper", "device": "cuda", **options}
     arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
     code = (
@@ -68,9 +68,10 @@ def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
 
 
 def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] = ()) -> Step:
-    """pytest on the tests for a GPU, or on `paths`, a share in each process; see `tests/sharding.py`.
+    """Return a step that runs pytest on the GPU tests, or on `paths`, a share in each process; see `tests/sharding.py`.
 
-    Said aloud is what pytest before version 9 does not read in pyproject.toml; the benchmark plugin warns of processes.
+    Options are given explicitly because pytest before version 9 does not read them from pyproject.toml. The benchmark
+    plugin is disabled because it warns about several processes.
     """
     options = ("-q", "-m", "gpu", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:benchmark")
     found = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("**/test_gpu*.py"))
@@ -89,7 +90,7 @@ def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] 
 
 
 def steps(out: Path) -> list[Step]:
-    """What docs/performance.md says must hold on a GPU, the most important first; limits add up to nine minutes."""
+    """Return the checks that docs/performance.md requires on a GPU, most important first, within nine minutes."""
     bench = out / "bench"
     tuning = (sys.executable, "-m", "kvshift.benchmarks.tilings", "--out", str(out / "tuning.json"), "--seconds", "50")
     return [
@@ -104,13 +105,13 @@ def steps(out: Path) -> list[Step]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a step: kvshift from this checkout, nothing from a network."""
+    """Return the environment of a step: kvshift is imported from this checkout, and nothing is downloaded."""
     path = os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def run(step: Step, seconds: float, log: TextIO) -> str:
-    """Run a step for so many seconds at the most; returns its outcome in a word or two."""
+    """Run a step for at most `seconds` and return its outcome in a few words."""
     log.write(f"\n===== {step.name}\n")
     log.flush()
     if step.results is not None:
@@ -135,13 +136,13 @@ def run(step: Step, seconds: float, log: TextIO) -> str:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     tell_failures(step, told)
-    codes = {process.returncode for process in processes} - {0, 5}  # 5: of pytest, for a share without tests
+    codes = {process.returncode for process in processes} - {0, 5}  # pytest exits with 5 if a share has no tests
     what = f"stopped after {seconds:.0f} s" if late else f"exit code {max(codes)}" if codes else "done"
     return what if step.results is None else f"{what}: {count_tests(whole_lines(step.results))}"
 
 
 def tell_failures(step: Step, told: int) -> int:
-    """Print the failures of tests after the first `told` ones; how many there are by now."""
+    """Print the test failures after the first `told`, and return the number of failures so far."""
     if step.results is None:
         return 0
     failed = [result for result in whole_lines(step.results) if result.get("outcome") == "failed"]
@@ -151,7 +152,7 @@ def tell_failures(step: Step, told: int) -> int:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; none where there is no file yet."""
+    """Return the complete lines of a JSON lines file; an empty list if there is no file yet."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
@@ -159,7 +160,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def count_tests(results: list[dict[str, Any]]) -> str:
-    """How the tests ended, and how many never began or were killed."""
+    """Return how many tests passed, failed or were skipped, and how many did not run or were killed."""
     ended = {result["test"]: result["outcome"] for result in results if "test" in result}
     counts = {kind: list(ended.values()).count(kind) for kind in ("passed", "failed", "skipped")}
     counts["not run"] = max(0, sum(result.get("collected", 0) for result in results) - len(ended))
@@ -167,7 +168,7 @@ def count_tests(results: list[dict[str, Any]]) -> str:
 
 
 def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
-    """What came of the steps, and our rows beside their baselines."""
+    """Return the outcomes of the steps and a summary of the benchmark's rows."""
     lines = [f"{name:<14} {seconds:6.0f} s  {what}" for name, what, seconds in said]
     path = out / "bench" / "rows.jsonl"
     if not path.exists():
@@ -183,7 +184,7 @@ def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
 
 
 def main() -> None:
-    """Run the steps one after the other within the minutes there are, and print the summary last."""
+    """Run the steps one after the other within the time limit, and print the summary last."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="steps to run, separated by commas (default: all)")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of all steps together (default: 9)")
@@ -197,7 +198,7 @@ def main() -> None:
         if unknown := sorted({*names} - {*known}):
             parser.error(f"--only must name some of {', '.join(known)}, got {', '.join(unknown)}")
         chosen = [step for step in chosen if step.name.partition(",")[0] in names]
-    end = time.monotonic() + 60 * arguments.minutes - 10  # for the summary
+    end = time.monotonic() + 60 * arguments.minutes - 10  # 10 s for the summary
     said: list[tuple[str, str, float]] = []
     with (out / "steps.log").open("a") as log:
         for step in chosen:

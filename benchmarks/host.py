@@ -1,20 +1,20 @@
-"""What one token costs the host in one layer, in ours and in transformers' own Llama.
+"""Measure the cost of one token on the host per layer, in our Llama and in transformers' own.
 
     python benchmarks/host.py                                 operations and calls, the same on every machine
-    python benchmarks/host.py --rounds 100                    microseconds too, on an idle machine
-    python benchmarks/host.py --instructions                  those of the processor, by valgrind: half an hour
+    python benchmarks/host.py --rounds 100                    also microseconds, on an idle machine
+    python benchmarks/host.py --instructions                  also instructions, by valgrind: half an hour
     python benchmarks/host.py --rounds 100 --instructions --out results/host/rows.jsonl
 
 Decoding a small model waits for the host, which prepares and starts every operation. Here it does little else: a model
-of 8 layers is so narrow, 64, that its arithmetic takes next to no time, and decodes 20 tokens after a prompt of 7. Each
-number is one layer's share of one token; what is done once for all layers is shared out too.
+of 8 layers is so narrow (width 64) that its arithmetic takes almost no time. It decodes 20 tokens after a prompt of 7.
+Each number is one layer's share of one token; work that is done once for all layers is divided among them.
 
-"operations" are those of PyTorch's dispatcher, most of which are a launch on a GPU; "functions" are calls of Python.
-"instructions" are all that the processor carries out: they say what the host has to do, whatever else the machine does,
-but not what waiting for memory adds.
-The times are a CPU's, which leaves out the launches; a round takes the fastest token of each model, and "ratio" is
-the median over rounds of the ratio to transformers, with its quartiles. "fastest" is the ratio of the fastest tokens of
-all rounds, to which what else the machine does adds least.
+"operations" counts those of PyTorch's dispatcher, most of which are a kernel launch on a GPU. "functions" counts calls
+of Python functions. "instructions" counts all instructions that the processor executes: it measures the host's work
+independently of other load on the machine, but not the time spent waiting for memory.
+Times are measured on a CPU and exclude kernel launches. A round takes the fastest token of each model; "ratio" is the
+median over rounds of the ratio to transformers, with its quartiles. "fastest" is the ratio of the fastest tokens of all
+rounds, which other load on the machine affects least.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 class Operations(TorchDispatchMode):
-    """How many operations run."""
+    """A dispatch mode that counts operations."""
 
     count = 0
 
@@ -69,7 +69,7 @@ class Operations(TorchDispatchMode):
 
 
 class Decoding:
-    """One model that reads a prompt and then decodes a token at a time."""
+    """A model that reads a prompt and then decodes one token at a time."""
 
     def __init__(self, name: str, cache: str) -> None:
         torch.manual_seed(0)
@@ -78,7 +78,7 @@ class Decoding:
         self.token = torch.ones(1, 1, dtype=torch.long)
 
     def begin(self) -> None:
-        """Read the prompt, and a token: some things are made at the first alone."""
+        """Read the prompt and decode one token, because some objects are created only at the first token."""
         config = self.model.config
         length = PROMPT + TOKENS + 3
         dynamic = self.kind == "dynamic"
@@ -87,12 +87,12 @@ class Decoding:
         self.next()
 
     def next(self) -> None:
-        """Decode a token."""
+        """Decode one token."""
         self.model(input_ids=self.token, **{CACHE: self.cache})
 
 
 def functions_called(call: Callable[[], Any]) -> int:
-    """Calls of functions written in Python, `call` itself not counted."""
+    """Return the number of calls of functions written in Python, not counting `call` itself."""
     counted = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -108,7 +108,7 @@ def functions_called(call: Callable[[], Any]) -> int:
 
 
 def counts(decoding: Decoding) -> dict[str, Any]:
-    """Of one token, a layer's share."""
+    """Return the operations and function calls of one token, as one layer's share."""
     decoding.begin()
     with Operations() as operations:
         decoding.next()
@@ -117,8 +117,8 @@ def counts(decoding: Decoding) -> dict[str, Any]:
 
 
 def instructions(name: str, cache: str) -> dict[str, float]:
-    """Of one token, a layer's share: the mean of 4 tokens, in a process of their own under valgrind."""
-    # Timer starts the "python" of the PATH.
+    """Return the instructions of one token, as one layer's share: the mean of 4 tokens in a process under valgrind."""
+    # Timer starts the first "python" on PATH.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     setup = f"""
 import sys
@@ -134,7 +134,7 @@ decoding.begin()
 
 
 def fastest_token(decoding: Decoding) -> float:
-    """Microseconds of the fastest of 20 tokens, a layer's share."""
+    """Return the microseconds of the fastest of 20 tokens, as one layer's share."""
     decoding.begin()
     times = []
     for _ in range(TOKENS):
@@ -145,7 +145,7 @@ def fastest_token(decoding: Decoding) -> float:
 
 
 def times(models: dict[str, Decoding], rounds: int) -> dict[str, dict[str, Any]]:
-    """Microseconds, and ratios to transformers in the same round; the order is drawn anew in each."""
+    """Return microseconds and ratios to transformers in the same round; each round has a new random order."""
     found: dict[str, list[float]] = {name: [] for name in models}
     gc.disable()
     try:
@@ -167,7 +167,7 @@ def times(models: dict[str, Decoding], rounds: int) -> dict[str, dict[str, Any]]
 
 @torch.no_grad()
 def measure(rounds: int, *, count_instructions: bool = False) -> list[dict[str, Any]]:
-    """A row for each kind of cache and each model."""
+    """Return a row for each kind of cache and each model."""
     kinds = {cache: {name: Decoding(name, cache) for name in MODELS} for cache in ("dynamic", "static")}
     timed = {cache: times(models, rounds) if rounds else {} for cache, models in kinds.items()}
     if rounds and count_instructions:
@@ -181,7 +181,7 @@ def measure(rounds: int, *, count_instructions: bool = False) -> list[dict[str, 
 
 
 def main() -> None:
-    """Print a line for each model and cache, and write them."""
+    """Print a line for each model and cache, and write the rows to a file if one is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=0, help="rounds of timing: at least 2, or 0 to count only")
     parser.add_argument("--instructions", action="store_true", help="also count instructions, with valgrind")

@@ -1,17 +1,17 @@
-"""The shift of a decoding step in vLLM, by itself, on a GPU: microseconds for each layer.
+"""Time the shift of a decoding step in vLLM by itself, on a GPU: microseconds per layer.
 
     PYTHONPATH=src:. python benchmarks/paged_shift.py FILE
 
-Needs vLLM, pytest and a CUDA device. For batches of one token of each sequence it times `LAYERS` layers, which
-have memory of their own, one after the other:
+It needs vLLM, pytest and a CUDA device. For batches with one token per sequence it times `LAYERS` layers one after the
+other, each with its own memory:
 
-graph      one launch each, in a CUDA graph: what a step of vLLM waits for
-launches   the same launches outside of a graph
-batch      the path for all other batches, which no graph can hold
-copy       one copy of the keys and values each, in a CUDA graph: the least that any kernel would take
+graph      one launch per layer, in a CUDA graph: what a step of vLLM waits for
+launches   the same launches outside a graph
+batch      the path for all other batches, which cannot be captured in a graph
+copy       one copy of the keys and values per layer, in a CUDA graph: a lower bound for any kernel
 
-Times are medians over rounds, with quartiles, of the wall clock from an idle device to an idle device. FILE gets a line
-of JSON for each.
+Times are medians over rounds, with quartiles, of the wall clock from an idle device to an idle device. A line of JSON
+for each is appended to FILE.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.vllm import paged_sequences
 
 LAYERS, KV_HEADS, HEAD_SIZE, PAGE, DTYPE = 32, 8, 128, 16, torch.bfloat16
 SEQUENCES = (1, 8, 64, 256)
-LENGTH = 1000  # of each sequence by now
+LENGTH = 1000  # current length of each sequence
 ROUNDS = 50
 DEVICE = torch.device("cuda")
 
 
 def decoding_batch(sequences: int) -> Any:
-    """One token of each sequence, as vLLM describes it; all blocks are different ones."""
+    """Return a batch with one token per sequence, as vLLM describes it; sequences share no blocks."""
     blocks = -(-LENGTH // PAGE)
     table = torch.arange(1, 1 + sequences * blocks).view(sequences, blocks)
     slots = table[:, -1] * PAGE + (LENGTH - 1) % PAGE
@@ -59,7 +59,7 @@ def decoding_batch(sequences: int) -> Any:
 
 
 def graph_of(step: Callable[[], None]) -> Callable[[], None]:
-    """The same step in a CUDA graph."""
+    """Return a function that replays the step as a CUDA graph."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -69,7 +69,7 @@ def graph_of(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def microseconds(step: Callable[[], None]) -> dict[str, float]:
-    """Of a layer: median and quartiles."""
+    """Return the median and quartiles of the microseconds per layer."""
     times = []
     for number in range(ROUNDS + 5):
         torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def microseconds(step: Callable[[], None]) -> dict[str, float]:
 
 @torch.inference_mode()
 def measure(sequences: int) -> dict[str, dict[str, float]]:
-    """The ways, by name, for a batch of so many sequences."""
+    """Return the times of all ways by name, for a batch of `sequences` sequences."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_sequences, "SIZE", HEAD_SIZE)
         shift = paged_sequences.make_paged_shift(patch, DTYPE, KV_HEADS).to(DEVICE)
@@ -100,7 +100,7 @@ def measure(sequences: int) -> dict[str, dict[str, float]]:
         return [torch.randn(rows, numbers, device=DEVICE).to(DTYPE) for _ in range(LAYERS)]
 
     kv, shifted, other = new(sequences), new(sequences), new(sequences)
-    # Of the pages, the last of each sequence is what a step reads and writes: one cache serves all layers.
+    # A step reads and writes only the last page of each sequence, so one cache serves all layers.
     cache = torch.randn(pages.count, numbers, device=DEVICE, dtype=DTYPE)
 
     def launches() -> None:
@@ -124,7 +124,7 @@ def measure(sequences: int) -> dict[str, dict[str, float]]:
 
 def main(file: Path) -> None:
     about = environment(DEVICE, processes=1)
-    del about["command"]  # FILE is a path of this machine
+    del about["command"]  # it contains FILE, a path of this machine
     settings = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "page": PAGE, "dtype": str(DTYPE)}
     with file.open("a") as lines:
         for sequences in SEQUENCES:

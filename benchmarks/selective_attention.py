@@ -1,16 +1,16 @@
-"""How much memory selective attention takes, whole and in blocks of queries, and how far the two are apart.
+"""Measure the memory of selective attention, whole and in blocks of queries, and the difference between the two.
 
     python benchmarks/selective_attention.py
     python benchmarks/selective_attention.py --out results/selective_attention/rows.jsonl
 
 "attention": forward and backward of one layer's attention for one sequence, 3 query heads and 1 KV head of size 64 in
-float32, a quarter of the paper's 0.2B. "peak_bytes" is the most that is held beyond queries, keys and values; the
-output, its gradient and theirs are in it. "difference" is the largest to the whole form in output and gradients, each
-as a part of the largest number in it.
+float32, a quarter of the paper's 0.2B. "peak_bytes" is the peak memory beyond queries, keys and values; it includes the
+output, its gradient and the gradients of queries, keys and values. "difference" is the largest difference from the
+whole form in output and gradients, each relative to the largest number in the tensor.
 
-"model": a training step of a Llama of the same heads, 192 wide, of 2 layers, less that of 1: what a layer adds.
+"model": a training step of a Llama with the same heads and width 192, with 2 layers minus 1: the memory a layer adds.
 
-"growth" is the ratio to half the context: 2 where memory grows with the context, 4 where it does with its square.
+"growth" is the ratio to the memory at half the context: 2 for linear growth, 4 for quadratic growth.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def vanilla(q: Tensor, k: Tensor, v: Tensor, axis: Any) -> Tensor:
 
 
 def results(form: Callable[..., Tensor], axis: str, context: int) -> tuple[list[Tensor], int]:
-    """Output and gradients, and the peak of computing them."""
+    """Return the output and gradients, and the peak memory of computing them."""
     chance = torch.Generator().manual_seed(0)
     shapes = [(1, heads, context, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape, generator=chance).requires_grad_() for shape in shapes]
@@ -63,7 +63,7 @@ def results(form: Callable[..., Tensor], axis: str, context: int) -> tuple[list[
         output = form(*inputs, axis)
         found[:] = [output.detach(), *torch.autograd.grad(output.square().sum(), inputs)]
 
-    step()  # what libraries allocate once
+    step()  # libraries allocate some memory once, at the first step
     found.clear()
     return found, peak_bytes(step, CPU)
 
@@ -110,7 +110,7 @@ def _backward(model: Any, ids: Tensor) -> None:
 
 
 def main() -> None:
-    """Print a line for each form and context, and write them."""
+    """Print a line for each form and context, and write the rows to a file if one is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON Lines file to write")
     options = parser.parse_args()

@@ -1,19 +1,19 @@
-"""What the shift costs a server: vLLM with kvshift's plugin beside vLLM's own Llama of the same shape.
+"""Measure the cost of the shift in a server: vLLM with kvshift's plugin against vLLM's own Llama of the same shape.
 
     python benchmarks/serving.py capacity --out results/serving/capacity.jsonl
     python benchmarks/serving.py speed --out results/serving/speed.jsonl      on an idle machine
 
-In the environment of `make test-vllm`; no weights are read, and no tokenizer.
+It runs in the environment of `make test-vllm` and reads neither weights nor a tokenizer.
 
-"capacity" is counted, not timed: vLLM's own code for its KV cache says how many requests of a length fit a pool, all
-reserves included, with raw keys and values in the pages, and of the same layers without. "share" is the part of the
-pool that they take: 1 - requests with / requests without. The bytes for each token are those of vLLM's pages; "by_hand"
-is what the raw keys and values should take of them.
+"capacity" is counted, not timed: vLLM's own code for its KV cache computes how many requests of a length fit in a pool,
+including all reserves, with raw keys and values in the pages and for the same layers without. "share" is the fraction
+of the pool that they take: 1 - requests with / requests without. Bytes per token are those of vLLM's pages; "by_hand"
+is the number that raw keys and values should take of them, calculated by hand.
 
-"speed" runs three engines by turns in each round: prompts alone, decoding alone, both, decoding of one request, and the
-first token of one. The third is the control, vLLM's Llama again. A row is one engine in one part: the median time with
-its quartiles, and the ratio to vLLM's Llama, the median over rounds with its quartiles. The file is written anew after
-every round, from the rounds so far.
+"speed" gives each round to three engines in turn: prompts alone, decoding alone, both, decoding of one request, and the
+first token of one request. The third engine is the control, vLLM's Llama once more. A row is one engine in one part:
+the median time with its quartiles, and the ratio to vLLM's Llama, the median over rounds with its quartiles. The file
+is rewritten after every round with all rounds so far.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ MODELS = {
     "KVShiftLlama": (KVShiftLlamaConfig, "KVShiftLlamaForCausalLM"),
     CONTROL: (LlamaConfig, "LlamaForCausalLM"),
 }
-POOL = 2**30  # bytes, of each engine
-LARGE_POOL = 2**34  # bytes, of which whole blocks are counted
+POOL = 2**30  # bytes per engine
+LARGE_POOL = 2**34  # bytes; large because only whole blocks are counted
 LENGTHS = (128, 2_048, 32_768)
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -65,14 +65,14 @@ Row = dict[str, Any]
 
 
 def folders(models: dict[str, PreTrainedConfig], into: Path) -> dict[str, str]:
-    """A folder with the configuration of each model, which is all that dummy weights need."""
+    """Write each model's configuration, which is all that dummy weights need, and return the folders by model."""
     for number, model in enumerate(models.values()):
         model.save_pretrained(into / str(number))
     return {name: str(into / str(number)) for number, name in enumerate(models)}
 
 
 def capacity(into: Path) -> Iterator[Row]:
-    """How many requests fit the pool, for each model, block size, length and scheduler."""
+    """Yield how many requests fit in the pool, for each model, block size, length and scheduler."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -80,7 +80,7 @@ def capacity(into: Path) -> Iterator[Row]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
-    as_on_gpus = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])  # those of a CPU are multiples of 32
+    as_on_gpus = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])  # on a CPU, multiples of 32
     CPUAttentionBackend.get_supported_kernel_block_sizes = as_on_gpus
     for name, folder in folders(models_of_caches(), into).items():
         for block_size in BLOCK_SIZES:
@@ -117,7 +117,7 @@ def capacity(into: Path) -> Iterator[Row]:
 
 
 def kv_cache_config(config: Any, specs: dict[str, Any]) -> Any:
-    """How vLLM divides a large pool among the layers."""
+    """Return how vLLM divides a large pool among the layers."""
     try:
         from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
     except ImportError:  # vLLM 0.32
@@ -131,7 +131,7 @@ def kv_cache_config(config: Any, specs: dict[str, Any]) -> Any:
 
 
 def models_of_caches() -> dict[str, PreTrainedConfig]:
-    """One window of attention for all layers, or none; two, as Qwen3 has them; and two with heads of other sizes."""
+    """Return models with one kind of attention, with a window in half of the layers, and with other heads there too."""
     layers = SHAPE["num_hidden_layers"]
     windows = {"use_sliding_window": True, "sliding_window": 4_096, "max_window_layers": layers // 2}
     released = {
@@ -160,14 +160,15 @@ def models_of_caches() -> dict[str, PreTrainedConfig]:
 
 
 def bytes_per_token(specs: dict[str, Any]) -> float:
-    """Of all layers."""
+    """Return the bytes per token of all layers."""
     return sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
 
 
 def by_hand(specs: dict[str, Any]) -> float:
-    """Bytes of raw keys and values for each token: in each layer a row for each block.
+    """Return the bytes of raw keys and values per token: each layer has one row per block.
 
-    Pages of one size hold blocks of more tokens where keys and values are smaller, and a row of the largest.
+    All pages have the same size: layers with smaller keys and values have more tokens per block, and a row as large as
+    the largest.
     """
     row = max(2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize for spec in specs.values())
     page = max(spec.page_size_bytes for spec in specs.values())
@@ -176,7 +177,7 @@ def by_hand(specs: dict[str, Any]) -> float:
 
 
 def cache_specs(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the layers of a model ask of the cache, and what they would without raw rows; the model has no weights."""
+    """Return the cache specs of a model's layers with and without raw rows; the model is built without weights."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -189,7 +190,7 @@ def cache_specs(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class Engine:
-    """One engine, whose worker and scheduler are processes of their own; it polls for a second after its last work."""
+    """An engine, whose worker and scheduler are separate processes; it polls for a second after its last work."""
 
     def __init__(self, name: str, folder: str, options: argparse.Namespace) -> None:
         from vllm import LLM
@@ -209,7 +210,7 @@ class Engine:
         )
 
     def seconds(self, requests: int, prompt: int, new: int, seed: int) -> float:
-        """For so many requests, of a prompt and new tokens each, until the last one is done."""
+        """Return the time until all requests are done, each with `prompt` tokens of prompt and `new` new tokens."""
         from vllm import SamplingParams
 
         chance = torch.Generator().manual_seed(seed)
@@ -222,7 +223,7 @@ class Engine:
         return took
 
 
-# Requests, tokens of each prompt, new tokens of each.
+# By part: number of requests, tokens per prompt, new tokens per request.
 PARTS = {
     "prompts": (4, 512, 1),
     "decoding": (16, 4, 32),
@@ -233,15 +234,15 @@ PARTS = {
 
 
 def speed(into: Path, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Each part in each engine, by turns; the one that begins changes with the part and with the round.
+    """Time each part in alternating engines; the engine that begins changes with the part and with the round.
 
-    After every round come the rows of all rounds so far.
+    After every round, yield the rows of all rounds so far.
     """
     models = {name: kind(**SHAPE, architectures=[architecture]) for name, (kind, architecture) in MODELS.items()}
     engines = [Engine(name, folder, options) for name, folder in folders(models, into).items()]
     seconds: dict[tuple[str, str], list[float]] = {}
     last = None
-    for turn in range(-1, options.rounds):  # the first is for what is made or compiled at first use
+    for turn in range(-1, options.rounds):  # the first round is a warm-up for allocation and compilation
         for number, (part, sizes) in enumerate(PARTS.items()):
             for engine in engines[:: 1 if (turn + number) % 2 else -1]:
                 if engine is not last:

@@ -1,10 +1,10 @@
-"""Rows per second that one core makes of each task, beside a training step of the laptop's induction model.
+"""Measure the rows per second that one core makes of each task, and a training step of the laptop's induction model.
 
     python benchmarks/tasks.py [--rounds N]
 
-The step (forward, backward, AdamW) is that of one layer with KV shift, width 64, on the batch that is marked with it;
-it runs on the same single core. The table gives medians, over rounds in which all run one after the other, of CPU
-time, which waiting for other work on the machine does not add to.
+The step (forward, backward, AdamW) trains one layer with KV shift and width 64 on a batch of the task marked "laptop",
+on the same single core. In each round all run one after the other; the table gives medians over rounds of CPU time,
+which does not include waiting for other work on the machine.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def main() -> None:
 
 
 def making(task: Task, rows: int) -> Callable[[], object]:
-    """Makes the next batch."""
+    """Return a function that makes the next batch."""
     numbers = iter(range(2**31))
     batches = TaskBatches(task, split="training", seed=0, batch_size=rows, batches=2**31)
     return lambda: batches[next(numbers)]
 
 
 def training(task: Task, rows: int) -> Callable[[], object]:
-    """Takes a step on a batch that is there."""
+    """Return a function that takes a training step on a fixed batch."""
     torch.manual_seed(0)
     model = KVShiftLlamaForCausalLM(
         KVShiftLlamaConfig(

@@ -1,7 +1,7 @@
-"""Fine-tune a model with KV shift by TRL: LoRA and the coefficients, several conversations packed into each sequence.
+"""Fine-tune a model with KV shift in TRL: LoRA and the coefficients, with several conversations in each sequence.
 
 pip install '.[lab,trl]'
-python examples/sft.py OUT [MODEL]      such as: python examples/sft.py runs/sft
+python examples/sft.py OUT [MODEL]      for example: python examples/sft.py runs/sft
 """
 
 import argparse
@@ -14,7 +14,7 @@ parser.add_argument(
     nargs="?",
     help="a folder or a name on the hub; without: a randomly initialised tiny Llama",
 )
-args = parser.parse_args()  # the imports take seconds
+args = parser.parse_args()  # before the imports below, which take seconds
 
 import warnings
 
@@ -28,7 +28,7 @@ from trl import SFTConfig, SFTTrainer
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 
-warnings.simplefilter("ignore", FutureWarning)  # TRL calls transformers by names that will change
+warnings.simplefilter("ignore", FutureWarning)  # TRL uses names of transformers that will change
 datasets.disable_progress_bars()
 transformers.utils.logging.disable_progress_bar()
 
@@ -59,7 +59,7 @@ trainer = SFTTrainer(
     model,
     SFTConfig(
         output_dir=f"{args.out}/checkpoints",
-        packing=True,  # whole conversations side by side; neither shift nor attention crosses from one to the next
+        packing=True,  # neither shift nor attention crosses from one conversation to the next
         max_length=128,
         per_device_train_batch_size=2,
         max_steps=20,
@@ -73,10 +73,10 @@ trainer = SFTTrainer(
     ),
     train_dataset=datasets.Dataset.from_list(examples),
     processing_class=tokenizer,
-    peft_config=LoraConfig(r=8, target_modules="all-linear", modules_to_save=["shift"]),  # the coefficients, whole
+    peft_config=LoraConfig(r=8, target_modules="all-linear", modules_to_save=["shift"]),  # all coefficients
 )
 trainer.train()
 out = f"{args.out}/model"
-trainer.model.merge_and_unload().save_pretrained(out)  # LoRA goes into the projections, inside the shift
+trainer.model.merge_and_unload().save_pretrained(out)  # merges LoRA into the projections that the shift wraps
 tokenizer.save_pretrained(out)
 print(f"saved in {out}, and loaded again: {type(load_kv_shift(out)).__name__}")

@@ -1,6 +1,6 @@
 """One layer learns induction: having seen `a b`, it answers the next `a` with `b`. Plain attention needs two layers.
 
-python examples/tiny_gpt.py STEPS      such as 100, which take five seconds
+python examples/tiny_gpt.py STEPS      for example: python examples/tiny_gpt.py 100 (takes five seconds)
 """
 
 import argparse
@@ -12,7 +12,7 @@ from kvshift import KVShiftAttention, ShiftOptions, param_groups
 
 
 class TinyGPT(nn.Module):
-    """Embedding, one attention layer, output."""
+    """A language model of an embedding, one attention layer and an output layer."""
 
     def __init__(self, vocabulary=64, width=64, **options):
         super().__init__()
@@ -34,7 +34,7 @@ for targets in ((), ("k", "v")):  # plain attention, then KV shift
     model = TinyGPT(shift_options=ShiftOptions(targets=targets))
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))
     for step in range(1, steps + 1):
-        period = torch.randint(8, 25, (64, 1))  # each row repeats random tokens, with a period of its own
+        period = torch.randint(8, 25, (64, 1))  # each row repeats random tokens with its own period
         tokens = torch.rand(64, 64).argsort(dim=1).gather(1, torch.arange(48) % period)
         logits, _ = model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""Settings that all tests share."""
+"""Settings and fixtures that all tests share."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from .models_refused import models_refused
 
 interpreter.fix()
 
-# The same examples on every run. To hunt for new ones: pytest --hypothesis-profile=search
+# Every run uses the same examples. To search for new ones: pytest --hypothesis-profile=search
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=300)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks for marks
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of what Triton's interpreter runs, the last case stays in `make test`; the others are slow.
+    """Mark as slow all but the last of each group of cases that run in Triton's interpreter.
 
-    That is the last of each test of the kernels alone, and of each file whose tests run on all backends. It
-    takes a hundred times as long as other backends. Cases stand in order of what they ask for, the most last.
+    The interpreter takes a hundred times as long as other backends, so `make test` runs only one case of each group.
+    Each test marked `interpreted` is a group, and so is each file whose tests run on all backends. Cases are
+    parametrized from the least to the most demanding, so the last one covers most.
     """
     cases = [item for item in items if _is_interpreted(item) and not item.get_closest_marker("slow")]
     last = {_group(item): item for item in cases}
@@ -51,7 +52,7 @@ def _is_interpreted(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def memory_that_nobody_wrote_is_nan() -> Iterator[None]:
-    """What `torch.empty` returns, so that an output left unwritten is seen; operations without fixed order raise."""
+    """Fill memory that `torch.empty` returns with NaN, so that unwritten outputs show; require determinism."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     yield
@@ -60,7 +61,7 @@ def memory_that_nobody_wrote_is_nan() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_waits_for_the_disk() -> Iterator[None]:
-    """No test cuts the power: what is written to files and folders need not reach the disk, which takes 8 ms a time."""
+    """Skip fsync for files and folders: it takes 8 ms per call, and no test cuts the power."""
     fsync = os.fsync
 
     def fsync_of_others(number: int) -> None:
@@ -74,14 +75,14 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: accelerate collects garbage at every training run, and need not see it again."""
+    """Freeze imported objects, so that the garbage collection of each of accelerate's training runs skips them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Around a test and all fixtures that are made for it."""
+    """Run a test and its fixtures; if it is marked `no_models`, refuse to create models."""
     if item.get_closest_marker("no_models") is None:
         return (yield)
     with models_refused():
@@ -90,7 +91,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture
 def keep_all(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A function that calls another while nothing is left out of what backward keeps, to be recomputed."""
+    """Return a function that calls another one while recomputation is off, so that backward keeps every tensor."""
     from kvshift.layers import recompute
 
     def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Parameters of tests in the few combinations that reach every pair of values, where all of them would say no more."""
+"""Pairwise test parameters: few combinations that still contain every pair of values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 
 def covering(**axes: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` over all names at once: any two values of two names meet in a case.
+    """`pytest.mark.parametrize` over all names at once, such that any two values of two names occur together in a case.
 
     Args:
-        axes: name = its values, or a mapping of their ids to them.
+        axes: For each name, its values, or a mapping from test ids to values.
     """
     values = [
         list(axis.items()) if isinstance(axis, Mapping) else [(str(value), value) for value in axis]
@@ -27,7 +27,7 @@ def covering(**axes: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
 
 
 def pairs_reached(axes: list[list[Any]]) -> list[tuple[int, ...]]:
-    """Indices of values, one of each axis: at every step the first combination with the most pairs that are new."""
+    """Return the indices of each case's values: greedily, always the first combination that adds the most new pairs."""
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))
     pairs = {combination: set(itertools.combinations(enumerate(combination), 2)) for combination in combinations}
     missing, chosen = set().union(*pairs.values()), []

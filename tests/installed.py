@@ -1,15 +1,16 @@
-"""What must hold where the package was installed by `pip install .` alone, from whatever an index offers that day.
+"""End-to-end checks of an environment in which only `pip install .` was run, with the newest packages of the index.
 
     PYTHON -P tests/installed.py OTHER_PYTHON
 
-PYTHON is the interpreter of that environment, where there is no pytest; OTHER_PYTHON that of one with the version of
-transformers at the other end of the bounds. `make test-newest` makes both. The first fault ends it with a traceback:
+PYTHON is the interpreter of that environment, which has no pytest. OTHER_PYTHON is the interpreter of an environment
+with transformers at the other end of the supported range. `make test-newest` creates both. The first failure ends the
+script with a traceback:
 
-- `kvshift check` finds KVShiftLlama, Baichuan-M1 and every retrofitted family right, three of them as a command;
+- `kvshift check` passes for KVShiftLlama, Baichuan-M1 and every retrofitted family, three of them through the command;
 - all of them generate the same tokens with a cache as without;
-- every block of docs/tutorial.md runs after what the page says to install;
-- what `kvshift export --remote-code` writes computes the same in the other environment, without this package, and what
-  the other one writes does here.
+- every code block of docs/tutorial.md runs after the installation that the page describes;
+- a model written by `kvshift export --remote-code` computes the same in the other environment, without this package,
+  and a model written there computes the same here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ AS_A_COMMAND = ("kvshift_llama", "gemma3_text with shift", "gpt2 with shift")
 
 
 def main(other: str) -> None:
-    """Check all of it."""
+    """Run all checks, then run the export in the other environment, too."""
     assert not Path(kvshift.__file__).is_relative_to(ROOT / "src"), "kvshift is imported from the clone, not installed"
     say(f"transformers {transformers.__version__}, torch {torch.__version__}, kvshift {kvshift.__version__}")
     for name in OURS:
@@ -93,7 +94,7 @@ def run_the_tutorial() -> None:
 
 
 def export(other: str) -> None:
-    """Every family's folder with its code, in the environment of another interpreter."""
+    """Export every family and compare its outputs in the environment of the interpreter `other`."""
     read = "import transformers; print(transformers.__version__)"
     there = subprocess.run([other, "-c", read], capture_output=True, text=True, check=True).stdout.strip()
     prompts = [torch.arange(5, 5 + length) for length in (3, 11, 1, 8)]

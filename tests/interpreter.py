@@ -1,14 +1,15 @@
-"""Triton's interpreter, made fit for tests: kernels run as Python on CPU tensors, with the rounding of a GPU.
+"""Patches of Triton's interpreter for tests: kernels run as Python on CPU tensors, with the rounding of a GPU.
 
-Where there is no CUDA device, importing this module makes every Triton kernel that is imported later one of the
-interpreter's. It changes six things there:
-- numbers become bfloat16 by rounding to the nearest, ties to even, as on a GPU, not by cutting off their lower half;
-- infinities and NaN, which some tests put in on purpose, are no reason for numpy to warn;
-- a comparison that is spread over a tile stays one of booleans, and a number made by a kernel can count a loop, where
-  the oldest or the newest Triton trip over today's numpy;
-- functions called by a kernel do not replace the whole language again: it has been replaced for the kernel;
-- what is looked up again and again is kept, and integers are not checked for overflow, which would double the time;
-- what follows from a shape alone is worked out once for each, which halves what is left of it.
+On machines without a CUDA device, importing this module makes the interpreter run every Triton kernel that is imported
+later. `fix` makes seven changes to the interpreter:
+- Conversion to bfloat16 rounds to the nearest, ties to even, as a GPU does, instead of truncating the lower half.
+- numpy does not warn of infinities and NaN, which some tests use on purpose.
+- Reads and writes outside of the tensors of a launch raise an OutsideError.
+- A comparison that is broadcast over a tile stays boolean, and a number computed by a kernel can be a loop bound. The
+  oldest and the newest Triton fail at one of these with current versions of numpy.
+- Functions called by a kernel do not patch the language again, since the kernel has done so already.
+- Repeated lookups are cached, and integers are not checked for overflow, which would double the time.
+- Results that depend only on a shape are computed once per shape, which halves the remaining time.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def fix() -> None:
-    """Make the changes; does nothing where kernels are compiled, or has been fixed before."""
+    """Apply the changes, unless kernels are compiled or the changes have been applied before."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     try:
         import triton.language as tl
         from triton.runtime import interpreter
-    except ImportError:  # no Triton here: its tests are skipped
+    except ImportError:  # Triton is not installed: its tests are skipped
         return
     if interpreter._convert_float.__module__ == __name__:
         return
@@ -52,7 +53,7 @@ def fix() -> None:
         return given.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(x.shape)
 
     def replace_once(fn: Any) -> Any:
-        """For all functions of a module at the first of them; undone when the kernel, the first of all, has ended."""
+        """Patch a module's language once per launch; undo all patches when the kernel, called first, has ended."""
         if id(fn.__globals__) in replaced:
             return None
         scope = patch_language(fn)
@@ -68,7 +69,7 @@ def fix() -> None:
 
     launch, splat = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder.create_splat
     load, store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
-    given: list[tuple[int, int]] = []  # the first and the last address of each tensor of a launch
+    given: list[tuple[int, int]] = []  # the addresses of the first and the last element of each tensor of the launch
 
     def launch_quietly(*args: Any, **kwargs: Any) -> None:
         given[:] = [extent(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.numel()]
@@ -77,7 +78,7 @@ def fix() -> None:
                 launch(*args, **kwargs)
         except interpreter.InterpreterError as error:
             cause: BaseException = error
-            while cause.__cause__ is not None:  # one for each function that a kernel calls
+            while cause.__cause__ is not None:  # one cause for each function that a kernel calls
                 cause = cause.__cause__
             if isinstance(cause, OutsideError):
                 raise cause from None
@@ -107,17 +108,17 @@ def fix() -> None:
 
 
 class OutsideError(AssertionError):
-    """A kernel reads or writes what is in none of its tensors."""
+    """A kernel accesses memory outside of all of its tensors."""
 
 
 def extent(x: torch.Tensor) -> tuple[int, int]:
-    """The address of the first element and that of the last."""
+    """Return the addresses of the first and of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + last * x.element_size()
 
 
 def require_inside(given: list[tuple[int, int]], addresses: np.ndarray, mask: np.ndarray, does: str) -> None:
-    """An OutsideError where an address that is not masked is in none of the tensors."""
+    """Raise an OutsideError if an unmasked address is in none of the tensors."""
     wanted = addresses[np.broadcast_to(mask, addresses.shape)]
     if not wanted.size:
         return
@@ -129,7 +130,7 @@ def require_inside(given: list[tuple[int, int]], addresses: np.ndarray, mask: np
 
 
 def _keep_shapes() -> None:
-    """Of every operation a kernel makes, most of the time goes into the shape of its result."""
+    """Cache what follows from a shape alone: most of the time of an operation goes into the shape of its result."""
     from triton.language import core, semantic
 
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__

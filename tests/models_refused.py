@@ -1,4 +1,4 @@
-"""Tests marked `no_models` make nothing of transformers, so that another version of it cannot change what they find."""
+"""Refusal of models in tests marked `no_models`, so that no other version of transformers can change their results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def models_refused() -> Iterator[None]:
-    """Models, tokenizers and trainers of transformers raise when they are made."""
+    """Make the models, tokenizers and trainers of transformers raise when they are created."""
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
     def refuse(self: object, *args: object, **kwargs: object) -> None:

@@ -1,4 +1,4 @@
-"""What the tests marked `pretrained` share: the model that `make smollm` converts, and texts to put to it."""
+"""Shared by the tests marked `pretrained`: the model that `make smollm` converts, and prompts for it."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ TEXTS = (
 
 
 def stock(dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:
-    """The model as transformers has it."""
+    """Load the model without KV shift, with transformers' own class."""
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype, attn_implementation=attention)
     return model.eval()
 
 
 def encoded(texts: tuple[str, ...]) -> dict[str, Tensor]:
-    """The texts as one batch, padded on the left: input_ids and attention_mask."""
+    """Tokenize the texts as one batch, padded on the left: input_ids and attention_mask."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, padding_side="left")
     found = tokenizer(list(texts), padding=True, return_tensors="pt")
     return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
 def alone(text: str) -> Tensor:
-    """The tokens of one text, (1, T)."""
+    """Return the tokens of one text, (1, T)."""
     return encoded((text,))["input_ids"]

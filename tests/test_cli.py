@@ -1,4 +1,4 @@
-"""The command line itself; what the commands do is tested beside them."""
+"""Tests of the command line itself; the commands are tested beside their modules."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HEAVY |= {"tokenizers", "torch", "transformers"}
 
 
 def in_a_process(program: str) -> list[Any]:
-    """What a process of its own has printed: a value in each line."""
+    """Run a program in a separate process and return the values that it prints, one per line."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [ast.literal_eval(line) for line in done.stdout.splitlines()]
@@ -64,7 +64,7 @@ def in_a_process(program: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def imported() -> dict[str, set[str]]:
-    """By arguments of `kvshift`, the modules that a process has imported when the command has ended."""
+    """For each list of arguments of `kvshift`, the modules that are loaded when the command has ended."""
     listed = ["--help", "--version"]
     lists = ["reproduce", "plan", "plan --json --model.hidden-size 256"]
     commands = [*listed, *(f"{name} --help" for name in cli._COMMANDS), *lists]
@@ -98,7 +98,7 @@ def test_the_list_of_commands_imports_next_to_nothing(arguments, imported):
 
 @pytest.mark.parametrize("name", cli._COMMANDS)
 def test_help_of_a_command_imports_its_options_alone(name, imported):
-    """Not what the command does, which takes torch and transformers: seconds before the first line is read."""
+    """The command's function would import torch and transformers, and take seconds before the first line of help."""
     loaded = imported[f"{name} --help"]
     command = cli._COMMANDS[name]
     assert command.options.partition(":")[0] in loaded
@@ -122,7 +122,7 @@ def test_planning_and_listing_the_recipes_need_no_torch(arguments, function, imp
 
 
 def test_bad_paths_and_options_are_said_before_torch_is_imported(tmp_path):
-    """It takes seconds."""
+    """Importing torch takes seconds."""
     no_format, nowhere = "notes.xyz is of no known format", "is neither a bundled corpus"
     not_empty = "out must be a folder that is not there yet, or is empty"
     said = {
@@ -219,7 +219,7 @@ def test_ctrl_c_while_modules_are_imported(command, monkeypatch, capsys, moment)
 
 
 def test_ctrl_c_inside_exec_ends_with_130_too(tmp_path):
-    """A namedtuple is made by `exec`; after an interrupt in it, `python -m` would end by the signal."""
+    """`namedtuple` calls `exec`; after an interrupt inside `exec`, `python -m` would end by the signal."""
     program = """
 import signal
 import kvshift.cli as cli
@@ -247,7 +247,7 @@ EXTRAS += ["tensorboard", "trl", "zstandard"]
 
 
 def test_without_the_packages_of_the_lab_it_says_what_to_install_and_checks_models_all_the_same(tmp_path):
-    """In a process that finds no package but those which the package itself depends on."""
+    """The process finds only the packages that kvshift itself depends on."""
     config = KVShiftLlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4
     )
@@ -288,7 +288,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["trian"], 2), (["plan", "--no-such-option"], 2)])
 @pytest.mark.slow
 def test_the_process_ends_with_the_exit_code_and_all_that_was_said(rank, arguments, code):
-    """Also where it ends without what comes after Python's exit handlers."""
+    """Holds even if the process exits right after Python's exit handlers."""
     program = "import atexit, kvshift.cli as c; atexit.register(lambda: print('last words')); c.run_and_exit()"
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     if rank is not None:

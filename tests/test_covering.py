@@ -1,4 +1,4 @@
-"""Of the cases that `covering` picks, no pair of values is left out, and there are few of them."""
+"""The cases that `covering` picks contain every pair of values, and there are few of them."""
 
 from __future__ import annotations
 

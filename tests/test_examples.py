@@ -1,4 +1,4 @@
-"""What people copy runs as it stands: examples, README, tutorial; and the README's numbers are those measured."""
+"""Everything that users copy runs unchanged: examples, README, tutorial. The README's numbers are the measured ones."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def run_example(name: str, *args: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "examples").glob("*.py"))])
 def test_without_arguments_an_example_prints_how_to_call_it(name, monkeypatch, capsys):
-    """In this process, which has imported what they import."""
+    """Run in this process, which has already imported the examples' dependencies."""
     printed = []
     for arguments, code in ([], 2), (["--help"], 0):
         monkeypatch.setattr(sys, "argv", [str(ROOT / "examples" / name), *arguments])
@@ -81,7 +81,7 @@ def test_every_block_of_the_tutorial_runs():
     torch.manual_seed(0)
     for block in found:
         exec(compile(block, "docs/tutorial.md", "exec"), namespace)
-    with pytest.raises(NotImplementedError, match="use_cache=False"):  # whatever this transformers calls the cache
+    with pytest.raises(NotImplementedError, match="use_cache=False"):  # however this version names the cache
         namespace["qwen"](namespace["tokens"], use_cache=True)
 
 
@@ -106,7 +106,7 @@ def test_each_block_of_the_readme_runs_alone(number, monkeypatch):
 
 
 def test_what_to_type_comes_before_tables_and_figures():
-    """A stranger reads from the top. One picture stands above: the one that shows the idea."""
+    """The commands come first, after a single picture: the one that shows the idea."""
     typed = README.index("make compare")
     idea, first_figure, *_ = (found.start() for found in re.finditer(r"!\[", README))
     assert README[idea:typed].count("docs/figures/induction.svg") == 1
@@ -140,7 +140,7 @@ def test_the_comparison_in_the_readme_is_the_one_in_results():
 
 
 def test_the_readme_gives_one_time_of_a_step():
-    """The defect: 1.02 in one place, and 1.012, of another model, in another."""
+    """The README gave 1.02 in one place and 1.012, measured with another model, in another."""
     lines = [line for line in README.splitlines() if "training step" in line and re.search(r"\d\.\d", line)]
     assert [line[:26] for line in lines] == ["| time of a training step "]
 
@@ -160,7 +160,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONT
     "page", [page for page in PAGES if page.name != "results.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_prose_spells_kv_shift_in_one_way(page):
-    """KV shift in prose, kv-shift as one types it, kvshift the package; tables and output have labels of records."""
+    """KV shift in prose, kv-shift in commands, kvshift for the package; tables and output keep their labels."""
     text = re.sub(
         r"^```.*?^```$|^    .*?$|^\|.*?$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
     )

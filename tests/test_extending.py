@@ -1,4 +1,4 @@
-"""CONTRIBUTING's steps for a task, a recipe and a variant, followed on toys; `models/test_decoder.py` adds a family."""
+"""CONTRIBUTING's steps for a task, a recipe and a variant, tried on toys; `models/test_decoder.py` adds a family."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from .lab.tasks.cases import check_shape, seeded
 
 @dataclass(frozen=True, kw_only=True)
 class CopyConfig:
-    """Letters that are to be said again."""
+    """Options of a task in which letters must be repeated."""
 
     letters: int = 5
-    """Of a sequence, before the blank and again behind it."""
+    """Number of letters of a sequence, before the blank and again after it."""
     alphabet: int = 3
-    """Different letters."""
+    """Number of different letters."""
 
     def __post_init__(self) -> None:
         check_at_least("copy", self, letters=1, alphabet=2)
 
 
 class CopyTask:
-    """Uniform letters, a blank, and the same letters again, on which the model is scored. Chance: 1 / alphabet.
+    """Uniform letters, a blank, and the same letters again, which the model must predict. Chance: 1 / alphabet.
 
     input_ids    2  0  2  3  2  0  2
     labels       -  -  -  -  2  0  2
@@ -125,7 +125,7 @@ def recipe(task: None, monkeypatch: pytest.MonkeyPatch) -> None:
     presets = {"smoke": Preset(seeds=1, cost="seconds")}
     monkeypatch.setitem(CATALOGUE, "toy", Entry(name="toy", title="copying", presets=presets))
     module = ModuleType("kvshift.recipes.toy.study")
-    module.__file__ = __file__  # beside which there are no notes
+    module.__file__ = __file__  # a folder without notes
     module.RECIPE = Recipe(entry=CATALOGUE["toy"], source="no figure", jobs=jobs, plot=plot, claims=claims)
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -166,7 +166,7 @@ def test_a_recipe_is_a_module_and_an_entry(tmp_path: Path, capsys: pytest.Captur
 
 
 class Reversed(KVShift):
-    """Where an attention has its shift: each value head with its dimensions in reverse order."""
+    """An attention's shift module that reverses the dimensions of each value head."""
 
     def __init__(self, num_kv_heads: int) -> None:
         super().__init__(num_kv_heads, ShiftOptions(targets=()))

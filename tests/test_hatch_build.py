@@ -1,4 +1,4 @@
-"""What the installation leaves where the CPU kernel would be; the compilers here are scripts."""
+"""The files that an installation leaves in place of the CPU kernel; shell scripts stand in for the compilers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = "src/kvshift/ops/cpu"
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The hook in a folder of its own; hatchling, which only builds have, is stood in for."""
+    """The build hook in a temporary folder, with a stub for hatchling, which only builds install."""
     interface = "hatchling.builders.hooks.plugin.interface"
     for dots in range(5):
         name = ".".join(interface.split(".")[: dots + 1])
@@ -48,7 +48,7 @@ def compiler(folder: Path, script: str) -> str:
 
 
 def build(hook: Any) -> tuple[dict[str, Any], list[str]]:
-    """What the hook tells hatchling, and the names of what it left."""
+    """Run the hook; return the data it passes to hatchling and the names of the files it leaves."""
     data: dict[str, Any] = {"artifacts": [], "pure_python": True}
     hook.initialize("standard", data)
     return data, sorted(path.name for path in (Path(hook.root) / FOLDER).iterdir())
@@ -58,7 +58,7 @@ def note(hook: Any) -> list[str]:
     return (Path(hook.root) / FOLDER / "_kernel.build.txt").read_text().splitlines()
 
 
-BUILDS = 'for last; do :; done; echo made > "$last"'  # what -o names
+BUILDS = 'for last; do :; done; echo made > "$last"'  # the argument of -o
 FAILS = "for n in $(seq 100); do echo kernel.cpp:$n: error: no such type >&2; done; exit 1"
 
 

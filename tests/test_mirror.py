@@ -1,4 +1,4 @@
-"""Tests mirror src/kvshift: those of a/b.py are in tests/a/test_b.py, or in the file that is named here."""
+"""The layout of tests mirrors src/kvshift: a/b.py is tested in tests/a/test_b.py or in a file listed below."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import kvshift
 
 SOURCE = Path(kvshift.__file__).parent
 TESTS = Path(__file__).parent
-APART = {"integrations/vllm_plugin": "vllm", "integrations/titan": "titan"}  # they need other environments
+APART = {"integrations/vllm_plugin": "vllm", "integrations/titan": "titan"}  # these need other environments
 
-# Modules that are tested as parts of what is made of them.
+# Modules that are tested together with the modules that use them.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "benchmarks/test_bench.py": (
         "benchmarks/cases.py",
@@ -172,14 +172,14 @@ NAMED = {module for modules in ELSEWHERE.values() for module in modules}
 
 
 def own_file(module: Path) -> Path:
-    """Of the tests of a module; both relative to their roots. All modules of a recipe's folder share one."""
+    """Return the test file of a module, each relative to its root. All modules of a recipe's folder share one file."""
     if len(module.parts) == 3 and module.parts[0] == "recipes":
         return Path("recipes") / f"test_{module.parts[1]}.py"
     return Path(APART.get(str(module.parent), module.parent)) / f"test_{module.name}"
 
 
 def modules() -> list[Path]:
-    """Those with behaviour. Options of a command, `X_config.py`, are a table, which `test_cli.py` tests for all."""
+    """Return the modules with behaviour: not `X_config.py`, tables of command options, which `test_cli.py` covers."""
     paths = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")]
     return sorted(path for path in paths if path.stem not in ("__init__", "__main__") and "_config" not in path.stem)
 

@@ -1,4 +1,4 @@
-"""`make test-oldest` leaves out the tests marked `no_models`: none of them may make a model, tokenizer or trainer."""
+"""Tests marked `no_models`, which `make test-oldest` leaves out, cannot create a model, tokenizer or trainer."""
 
 from __future__ import annotations
 

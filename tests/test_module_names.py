@@ -1,4 +1,4 @@
-"""A module's name says what it holds: no two share one, but for those that are named alike on purpose."""
+"""Module names are unique, except for those that are the same on purpose."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import kvshift
 
 ALIKE = {
     "__init__",
-    "__main__",  # of the command and of the theory's checks
-    "shift",  # the operator and its layer: one stem names both
-    "options",  # layers: those of the shift; lab: what every option says of itself
-    "study",  # of each recipe, which is a folder
-    "task",  # of each task that is a folder
-    "configuration",  # models: the fields of the shift; models/llama, models/baichuan_m1: the families that have them
-    "modeling",  # of these two families, as in transformers
+    "__main__",  # kvshift's command and the theory's checks
+    "shift",  # the operator and its layer
+    "options",  # layers: options of the shift; lab: metadata of every option
+    "study",  # one in the folder of each recipe
+    "task",  # one in the folder of each task that has a folder
+    "configuration",  # models: the fields of the shift; models/llama, models/baichuan_m1: the families' configurations
+    "modeling",  # one for each of these two families, as in transformers
 }
 
 

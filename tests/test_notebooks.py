@@ -1,4 +1,4 @@
-"""The notebooks: made from their scripts, which run, and open at the project's address."""
+"""The notebooks are generated from their scripts, run, and link to the project's repository."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, **settings: str) -> dict[str, Any]:
-    """All cells of a script as one program, with other values of what it sets in capitals."""
+    """Run all cells of a script as one program, with other values for the constants it assigns."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
     code = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def test_each_notebook_is_made_from_its_script():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_installs_what_the_repository_holds(name: str):
-    """Its first code installs kvshift where it is missing, from the address of pyproject.toml, which README opens."""
+    """Its first code cell installs a missing kvshift from the address in pyproject.toml; the README links to it."""
     cells = json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
     first = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
     assert f'"kvshift[lab] @ git+{ADDRESS}"' in first
@@ -74,7 +74,7 @@ def test_one_layer_learns_to_copy_with_shift_only(monkeypatch: pytest.MonkeyPatc
 
 
 def test_qwen_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """With a tiny random Qwen3 in place of the one on the hub."""
+    """A tiny random Qwen3 replaces the one on the Hub."""
     encode = tokenizer()
     torch.manual_seed(0)
     config = tiny_qwen3(len(encode))

@@ -1,4 +1,4 @@
-"""What an index and whoever cites are given. `make dist` builds and installs the wheels themselves."""
+"""The package's metadata: README, addresses and citation. `make dist` builds and installs the wheels themselves."""
 
 import re
 import tomllib

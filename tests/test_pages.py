@@ -1,4 +1,4 @@
-"""The pages of docs/: all are reached from the index, links lead somewhere, what the start page shows runs."""
+"""The pages of docs/: the index reaches all of them, links are valid, and the commands of the start page run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = [
     ROOT / "src/kvshift/ops/README.md",
 ]
 INDEX = ROOT / "docs/README.md"
-RESULTS = [page for page in PAGES if str(page.relative_to(ROOT)).startswith("docs/results")]  # made by code
+RESULTS = [page for page in PAGES if str(page.relative_to(ROOT)).startswith("docs/results")]  # generated pages
 
 
 def without_code(text: str) -> str:
@@ -34,7 +34,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them from headings: lower case, no punctuation, dashes for spaces, repeated names numbered."""
+    """Return the anchors that GitHub makes of headings: lower case, no punctuation, dashes for spaces, numbers."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
@@ -57,7 +57,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path):
 
 
 def test_every_page_is_in_the_index():
-    """A page of the results may be reached from another of them."""
+    """A page of results may be linked from another page of results instead."""
     linked = {
         (page.parent / link.partition("#")[0]).resolve()
         for page in (INDEX, *RESULTS)
@@ -78,7 +78,7 @@ def test_pages_that_the_code_names_are_there():
 
 
 def test_numbers_of_the_lessons_are_recorded_elsewhere():
-    """Every number with a decimal point stands in the findings, the results or the page on comparisons."""
+    """Every number with a decimal point also occurs in the findings, the results or the page on comparisons."""
     pages = [ROOT / "docs/findings.md", *RESULTS, ROOT / "docs/compare.md"]
     number = r"(?<![\w.])\d+\.\d+(?![\w.]*\d)"
     recorded = {found for page in pages for found in re.findall(number, page.read_text(encoding="utf-8"))}
@@ -104,7 +104,7 @@ def test_every_variant_has_its_line():
 
 @pytest.mark.slow
 def test_every_command_and_block_of_the_start_page_runs(tmp_path: Path):
-    """In order and in one folder: first all commands but `pip install`, then the Python blocks as one program."""
+    """Run in order, in one folder: first all commands but `pip install`, then the Python blocks as one program."""
     text = (ROOT / "docs/start.md").read_text(encoding="utf-8")
     found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert len(found) == text.count("```") // 2
@@ -117,7 +117,7 @@ def test_every_command_and_block_of_the_start_page_runs(tmp_path: Path):
             continue
         assert language == ""
         for command in block.splitlines():
-            arguments = shlex.split(command.replace("--steps 100", "--steps 10"))  # what they teach is not looked at
+            arguments = shlex.split(command.replace("--steps 100", "--steps 10"))  # only that they run matters
             run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
             assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
             if command.startswith("kvshift check"):

@@ -1,4 +1,4 @@
-"""A Qwen3 in place of those on the hub that examples and notebooks name."""
+"""A tiny Qwen3 configuration, for the models on the Hub that examples and notebooks name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What `make dist` runs where a wheel is installed, away from the repository: python -I try_wheel.py kernel|pure
+"""Check an installed wheel, away from the repository. `make dist` runs: python -I try_wheel.py kernel|pure
 
-The first example of README.md runs as it stands. The pretrained model that it names, a folder or a name on the hub, is
+The first example of README.md runs unchanged. The pretrained model that it names, a folder or a name on the Hub, is
 not downloaded: a small Qwen3 with random weights is saved in a folder of that name below the current directory.
 """
 
@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import metadata
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers reads it
+os.environ["HF_HUB_OFFLINE"] = "1"  # must be set before transformers is imported
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -52,7 +52,7 @@ def check_operator(kind: str) -> None:
 
 
 def check_index_page() -> None:
-    """The description must not link to what lies beside README.md."""
+    """The description on the package index must not have links relative to README.md."""
     page = str(metadata("kvshift").get_payload())
     assert page.startswith("# kvshift\n"), f"the description begins with {page[:40]!r}"
     relative = re.findall(r'\]\((?!https?:|#)[^)]*|(?:src|href)="(?!https?:|#)[^"]*', page)

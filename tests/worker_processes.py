@@ -1,4 +1,4 @@
-"""Processes of torch.distributed, each of which runs a module of the tests, or a function of one."""
+"""Processes of torch.distributed, each of which runs a test module or a function of one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_workers(processes: int, arguments: Sequence[str], *, timeout: float = 300, **environment: str) -> list[str]:
-    """The output of each of `python ARGUMENTS`, which get their rank by the environment and must succeed.
+    """Run `python ARGUMENTS` in every process, with its rank in the environment, and return their outputs.
 
     Args:
-        timeout: in seconds, after which all are killed.
+        timeout: Seconds after which all processes are killed.
+
+    Raises:
+        AssertionError: A process did not end with exit code 0.
     """
     workers = []
     for rank in range(processes):
@@ -45,13 +48,13 @@ def fork_workers(
     exit_code: int = 0,
     **environment: str,
 ) -> list[str]:
-    """The output of each of `work(*arguments)`, as `run_workers`, without the imports of each.
+    """Run `work(*arguments)` in each process, like `run_workers`, but without the cost of imports in each process.
 
     The processes are forked from one that has only imported the module of the first `work` of this session.
 
     Args:
-        work: a function of a module.
-        exit_code: with which each must end.
+        work: A module-level function.
+        exit_code: The exit code that every process must have; otherwise AssertionError is raised.
     """
     _FORKS.set_forkserver_preload([work.__module__])
     with tempfile.TemporaryDirectory() as folder:
@@ -91,4 +94,4 @@ def _work(log: Path, environment: dict[str, str], work: Callable[..., None], arg
     work(*arguments)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(0)  # gloo's threads of several groups do not always end in peace
+    os._exit(0)  # skip teardown: gloo's threads of several groups do not always end cleanly

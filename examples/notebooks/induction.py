@@ -2,20 +2,20 @@
 # # Induction in five minutes
 #
 # Having seen `a b`, a language model answers the next `a` with `b`. The attention heads that do this are called
-# induction heads, and plain attention needs two layers for one. With KV shift, every key also holds a part of the key
-# before it:
+# induction heads, and plain attention needs two layers for one. With KV shift, every key also contains a part of the
+# previous key, and every value a part of the previous value:
 #
 #     k_hat[t] = alpha1 * k[t] + alpha2 * k[t-1]        v_hat[t] = beta1 * v[t] + beta2 * v[t-1]
 #
 # One layer is then enough. This notebook trains one layer without the shift and one with it, looks at their heads,
-# and turns the shift off again. A CPU will do.
+# and turns the shift off again. A CPU is enough.
 
 # %%
 import importlib.util
 import subprocess
 import sys
 
-if importlib.util.find_spec("kvshift") is None:  # as in Colab; it takes some minutes
+if importlib.util.find_spec("kvshift") is None:  # for example in Colab; takes some minutes
     package = "kvshift[lab] @ git+https://github.com/kvshift/kvshift"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
 
@@ -37,13 +37,13 @@ VOCABULARY = 64
 # %% [markdown]
 # ## Two models and one task
 #
-# The models are Llamas of one layer with four heads. They differ in 16 numbers: four per head. Each sequence repeats
-# random tokens, so that only a model that copies can tell what comes next.
+# The models are Llamas of one layer with four heads. They differ only in 16 coefficients: four per head. Each sequence
+# repeats random tokens, so only a model that copies can predict the next token.
 
 
 # %%
 def make_model(targets):
-    """A Llama of one layer that shifts `targets`: of keys "k" and values "v"."""
+    """Return a Llama of one layer that shifts `targets`: keys ("k"), values ("v"), both or neither."""
     torch.manual_seed(0)
     config = KVShiftLlamaConfig(
         vocab_size=VOCABULARY,
@@ -52,27 +52,27 @@ def make_model(targets):
         num_hidden_layers=1,
         num_attention_heads=4,
         shift_targets=targets,
-        attn_implementation="eager",  # which returns attention probabilities
+        attn_implementation="eager",  # eager attention returns its probabilities
     )
     return KVShiftLlamaForCausalLM(config)
 
 
 def repeated_tokens(rows, length=48):
-    """(rows, length): each row repeats random tokens, with a period between 8 and 24."""
+    """Return tokens (rows, length); each row repeats random tokens with a period between 8 and 24."""
     period = torch.randint(8, 25, (rows, 1))
     return torch.rand(rows, VOCABULARY).argsort(dim=1).gather(1, torch.arange(length) % period)
 
 
 @torch.no_grad()
 def accuracy(model):
-    """How often the model is right where a token has been seen before."""
+    """Return the share of repeated tokens that the model predicts correctly."""
     torch.manual_seed(1)
     tokens = repeated_tokens(256)
     return (model(tokens).logits[:, 24:-1].argmax(-1) == tokens[:, 25:]).float().mean().item()
 
 
 def train(model):
-    """The losses of `STEPS` steps."""
+    """Train the model for `STEPS` steps and return the losses."""
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))
     losses = []
     for _ in range(STEPS):
@@ -96,11 +96,11 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# ## What its heads look at
+# ## What the heads attend to
 #
-# Both models read ten random tokens twice. Each panel shows one head of the model with shift: a row for each
-# position, dark where it attends. An induction head attends to the token *after* the earlier occurrence of its own: a
-# diagonal line, one place to the right of the one that would find the same token.
+# The model with shift reads ten random tokens twice. Each panel shows one of its heads, with a row for each position
+# that is dark where the head attends. An induction head attends to the token *after* the earlier occurrence of the
+# current token: a diagonal line, one place to the right of the earlier occurrence itself.
 
 # %%
 shifted = models["with KV shift"]
@@ -110,7 +110,8 @@ maps = attention_maps(shifted, torch.cat([once, once]), heads)
 map_attention([one.numpy() for one in maps], [f"head {head}" for _, head in heads], repeat=10)
 
 # %% [markdown]
-# The score says how much of the earlier token's successor a head moves, from 0 to 1. It is that of `kvshift analyze`.
+# The induction score, from 0 to 1, is the share that the token after the earlier occurrence has in what a head moves.
+# `kvshift analyze` reports the same score.
 
 # %%
 repeats = RepeatConfig(rows=16, length=16)
@@ -121,14 +122,14 @@ for name, model in models.items():
 # %% [markdown]
 # ## Why one layer is enough
 #
-# These are the learned coefficients. In an induction head, alpha 2 is large: the key of `b` holds the `a` before it,
-# so the next `a` finds it, and its value is that of `b`.
+# These are the learned coefficients. In an induction head, alpha 2 is large: the key of `b` contains the previous `a`,
+# so the next `a` attends to it and receives the value of `b`.
 
 # %%
 map_coefficients(coefficients(shifted))
 
 # %% [markdown]
-# Without the previous token's share in the keys, the model no longer copies:
+# Without the part of the previous key, the model no longer copies:
 
 # %%
 shift = shifted.model.layers[0].self_attn.shift

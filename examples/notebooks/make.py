@@ -1,4 +1,4 @@
-"""Make the notebooks from the scripts beside this file, by jupytext: python examples/notebooks/make.py"""
+"""Make the notebooks from the scripts in this folder with jupytext: python examples/notebooks/make.py"""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SCRIPTS = [path for path in sorted(HERE.glob("*.py")) if path != Path(__file__)]
 
 
 def notebook(script: Path) -> str:
-    """The notebook of a script whose cells begin with `# %%`, without outputs; the same bytes at every call."""
+    """Return the notebook of a script with `# %%` cells, without outputs. Every call returns the same bytes."""
     made = jupytext.read(script)
     made.metadata = nbformat.from_dict(
         {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     )
     for number, cell in enumerate(made.cells):
-        cell.id = f"cell-{number}"  # a random one otherwise
+        cell.id = f"cell-{number}"  # random by default
     return nbformat.writes(made) + "\n"
 
 

@@ -2,9 +2,9 @@
 # # The shift in your Qwen
 #
 # `add_kv_shift` gives a pretrained model a KV shift: in every layer, each key and value is mixed with that of the
-# token before, by four learned numbers per head. At first they change nothing. This notebook adds them to a small
-# Qwen3, shows that its outputs are the same to the bit, trains these numbers alone on some text, and looks at what
-# they became.
+# previous token, by four learned coefficients per KV head. Initially they change nothing. This notebook adds them
+# to a small Qwen3, shows that its outputs remain exactly the same, trains only the coefficients on some text, and looks
+# at the result.
 #
 # In Colab, choose a GPU (Runtime > Change runtime type). On a CPU, training takes much longer.
 
@@ -13,7 +13,7 @@ import importlib.util
 import subprocess
 import sys
 
-if importlib.util.find_spec("kvshift") is None:  # as in Colab; it takes some minutes
+if importlib.util.find_spec("kvshift") is None:  # for example in Colab; takes some minutes
     package = "kvshift[lab] @ git+https://github.com/kvshift/kvshift"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
 
@@ -31,15 +31,16 @@ from kvshift.lab.training.head_scores import measure_heads
 from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 
-MODEL = "Qwen/Qwen3-0.6B"  # or another: Llama, Mistral, Qwen2, Gemma 3, GPT-NeoX, Phi-3, GPT-2; or a folder
+MODEL = "Qwen/Qwen3-0.6B"  # or a Llama, Mistral, Qwen2, Gemma 3, GPT-NeoX, Phi-3 or GPT-2; or a folder
 STEPS, ROWS, LENGTH = 60, 4, 256
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # %% [markdown]
-# ## Which heads do induction already
+# ## Which heads already do induction
 #
-# Pretrained models have learned to copy, with two layers for each induction head. The score says how much of what
-# followed the earlier occurrence of a token a head moves, from 0 to 1, on random tokens that are repeated once.
+# Pretrained models have learned to copy, with two layers for each induction head. The induction score, from 0 to 1, is
+# the share that the token after the earlier occurrence has in what a head moves, on random tokens that are repeated
+# once.
 
 # %%
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -64,9 +65,9 @@ added = sum(parameter.numel() for name, parameter in model.named_parameters() if
 print(f"{type(model).__name__}: {added:,} coefficients; logits equal to the bit: {torch.equal(before, after)}")
 
 # %% [markdown]
-# ## Train the coefficients alone
+# ## Train only the coefficients
 #
-# The text is Shakespeare, which comes with kvshift; put your own into `text`. Its last tenth is held out.
+# The text is Shakespeare, which comes with kvshift; you can put your own into `text`. Its last tenth is held out.
 
 # %%
 text = "\n".join(texts(load_documents(DataConfig())[0]))
@@ -78,14 +79,14 @@ training, held_out = rows[:split], rows[split:][:32]
 
 @torch.no_grad()
 def held_out_loss():
-    """The mean over the rows that are held out."""
+    """Return the mean loss on the held-out rows."""
     model.eval()
     losses = [model(part.to(DEVICE), labels=part.to(DEVICE)).loss for part in held_out.split(ROWS)]
     return torch.stack(losses).mean().item()
 
 
 def train():
-    """Train the coefficients, and freeze all else."""
+    """Train the coefficients and freeze all other parameters."""
     model.train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".shift." in name)
@@ -107,14 +108,14 @@ train()
 print(f"held-out loss: {untrained:.3f} before, {held_out_loss():.3f} after")
 
 # %% [markdown]
-# Do not expect much of it: the model learned without the shift. In our measurements on SmolLM2-135M, most of such a
-# gain came from scaling each head, and copying got worse ([what was
-# learnt](https://github.com/kvshift/kvshift/blob/HEAD/docs/lessons.md)). What a model gains that learns with the
-# shift from the start is another question, which `kvshift compare` answers for your text.
+# Do not expect a large gain: the model was trained without the shift. In our measurements on SmolLM2-135M, most of
+# such a gain came from scaling each head, and copying got worse ([lessons
+# learned](https://github.com/kvshift/kvshift/blob/HEAD/docs/lessons.md)). How much a model gains if it is trained with
+# the shift from the start is another question, which `kvshift compare` answers for your text.
 #
-# ## What they became
+# ## The learned coefficients
 #
-# Each began with alpha and beta at (1, 0): the token itself, and nothing of the one before.
+# In every KV head, alpha and beta started at (1, 0): all of the token itself, and nothing of the previous one.
 
 # %%
 map_coefficients(coefficients(model))

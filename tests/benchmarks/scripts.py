@@ -1,4 +1,4 @@
-"""The programs in benchmarks/, as modules."""
+"""Import the programs in benchmarks/ as modules."""
 
 from __future__ import annotations
 

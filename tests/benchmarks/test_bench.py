@@ -1,4 +1,4 @@
-"""The command: from options to rows, table and plot; what is wrong is said and not reported."""
+"""The command `kvshift bench`: rows, table and plot from options; wrong implementations are named and not timed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = dataclasses.replace(
 
 @pytest.fixture
 def preset(monkeypatch):
-    """Sets the sizes; the environment is asked for once, for it asks git."""
+    """A function that sets the sizes of the preset. The environment is determined once, because that calls git."""
 
     def choose(preset: Preset) -> None:
         monkeypatch.setattr(command, "PRESETS", {"smoke": preset})
@@ -42,7 +42,7 @@ def preset(monkeypatch):
 
 @pytest.fixture
 def without_plot(monkeypatch):
-    """Plots take longer than the rows; those of every part are drawn by the first test."""
+    """Skip plots, which take longer than the rows. The first test draws those of every part."""
     monkeypatch.setattr(bench_report, "draw", lambda rows: None)
 
 
@@ -119,7 +119,7 @@ def test_a_path_that_is_wrong_is_not_reported_and_the_others_are(preset, without
     assert all("milliseconds" in row for row in rows if row not in bad and "left_out" not in row)
     assert "parity failed" in (tmp_path / "table.md").read_text()
     assert "parity failed" in capsys.readouterr().out
-    with pytest.raises(RunFailedError):  # nothing is left to measure, and it is wrong still
+    with pytest.raises(RunFailedError):  # nothing is left to measure, but the failure remains
         bench(config(tmp_path, "op"))
 
 
@@ -161,7 +161,7 @@ def test_memory_of_a_layer_is_what_two_layers_take_beyond_one(preset, without_pl
     rows = read(tmp_path)
     saved = {row["contestant"]: row["saved_bytes"] for row in rows}
     assert list(saved) == ["transformers' Llama", "without shift", "kv shift"]
-    raw = 2 * 37 * 2 * 8 * 2  # k and v, (37, 2, 8) in bfloat16: too small for them to be recomputed
+    raw = 2 * 37 * 2 * 8 * 2  # k and v, (37, 2, 8) in bfloat16, which are too small to be recomputed
     assert saved["kv shift"] - saved["without shift"] in range(raw, raw + 200)
     assert [row["saved_more"] for row in rows] == [size / saved["transformers' Llama"] - 1 for size in saved.values()]
     for row in rows:

@@ -1,4 +1,4 @@
-"""Table and plot of the rows that are kept."""
+"""The table and the plot of recorded rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_plot_is_legible(tmp_path, monkeypatch):
     by_dtype = {
         label.split()[-1]: colors
         for label, colors in colors_by_label(figure).items()
-        if label.startswith("(")  # shape and dtype
+        if label.startswith("(")  # labels of shape and dtype
     }
     assert len({*map(frozenset, by_dtype.values())}) == len(by_dtype) == 2
     assert colors_by_label(figure)["kv_shift, float32"] == {VERMILLION}

@@ -1,4 +1,4 @@
-"""benchmarks/compiled.py against bytes worked out by hand."""
+"""benchmarks/compiled.py counts the bytes that are computed by hand here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELDS = {
     "num_attention_heads": H,
     "num_key_value_heads": G,
 }
-# A process of its own: the script answers for a GPU that is not there.
+# This runs in a separate process, because the script patches PyTorch to describe a GPU that is not there.
 PROGRAM = f"""
 import json, sys
 sys.path.insert(0, {str(FOLDER)!r})
@@ -41,7 +41,7 @@ def test_what_is_planned_is_what_must_be_moved_and_kept():
     assert run.returncode == 0, run.stderr
     without, plain, kept, auto = json.loads(run.stdout)
     k = B * T * G * D * 2  # bytes; v has as many
-    tables = 2 * T * D * 2  # of which the kernels read half
+    tables = 2 * T * D * 2  # counted whole, although the kernels read half
     coefficients = 2 * G * 2 * 4
 
     def launches(row: dict, way: str, kernel: str) -> list[int]:

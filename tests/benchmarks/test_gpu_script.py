@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py, as far as it can be checked without a GPU: its steps, their limits, and what they need."""
+"""benchmarks/gpu.py without a GPU: its steps, their time limits, and what they import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_limits_of_the_steps_add_up_to_nine_minutes(gpu, tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_needs_neither_tyro_nor_what_reads_data(gpu, tmp_path):
-    """The very code of a step, but small and on the CPU."""
+    """A small step on the CPU runs the code that a GPU would run."""
     *python, code = gpu.bench_code(tmp_path / "bench", "op", preset="smoke", device="cpu", rounds=2)
     absent = "import sys\nfor name in ('tyro', 'datasets', 'ray', 'scipy'): sys.modules[name] = None\n"
     subprocess.run([*python, absent + code], check=True, capture_output=True, env=gpu.environment(), timeout=120)
@@ -65,7 +65,7 @@ def test_skipped():
 
 @pytest.mark.slow
 def test_tests_are_shared_among_processes_and_failures_printed_as_they_come(gpu, tmp_path, capsys):
-    """Every test is run once, whatever the number of processes."""
+    """Every test runs once, for any number of processes."""
     (tmp_path / "test_gpu_made_up.py").write_text(TESTS)
     step = gpu.sharded_tests(tmp_path, 60, 2, (str(tmp_path / "test_gpu_made_up.py"),))
     with (tmp_path / "log").open("w") as log:

@@ -1,4 +1,4 @@
-"""benchmarks/host.py: what it counts, by hand."""
+"""benchmarks/host.py counts the operations that are counted by hand here."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_the_shift_takes_no_more_operations_than_its_rotation_saves(rows, cache)
     ours, plain = rows[cache, "kv shift"]["operations"], rows[cache, "vanilla"]["operations"]
     theirs = rows[cache, host.BASELINE]["operations"]
     assert plain < theirs
-    copies_of_state = 1 if cache == "static" else 0  # keys and values at once
-    assert ours == plain + 2 * 2 + copies_of_state  # a product and a sum, of keys and of values
+    copies_of_state = 1 if cache == "static" else 0  # one copy for keys and values together
+    assert ours == plain + 2 * 2 + copies_of_state  # a product and a sum for keys, and for values
     assert ours < theirs
 
 

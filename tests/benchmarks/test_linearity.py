@@ -1,4 +1,4 @@
-"""The line through times and bytes, and which points a sweep measures."""
+"""The line fitted to times over bytes, and the points that a sweep measures."""
 
 from __future__ import annotations
 

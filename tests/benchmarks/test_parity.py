@@ -1,4 +1,4 @@
-"""A path that is wrong is found out, whatever is wrong with it; those that are measured are right."""
+"""The parity check detects every kind of fault in an implementation, and the measured ones pass it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_formulation_with_a_rotary_embedding_agrees_with_the_reference(dty
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_launch_for_shift_and_rotary_embedding_agrees_with_the_reference(dtype):
-    """In Triton's interpreter."""
+    """The launches run in Triton's interpreter."""
     pytest.importorskip("triton")
     shape = (3, 71, 5, 6)
     table = rotary_tables(shape[1], shape[3], dtype, CPU)
@@ -76,7 +76,7 @@ def last_token_of_the_last_row(k, k_hat, v_hat, alpha):
 
 
 def crosses_rows(k, k_hat, v_hat, alpha):
-    """The first token of a row mixes with the last of the row before."""
+    """A fault: the first token of a row is mixed with the last token of the previous row."""
     off = torch.zeros_like(k_hat)
     off[:, 0] = k.roll(1, 0)[:, -1] * alpha[:, 1, None]
     return k_hat + off, v_hat

@@ -1,4 +1,4 @@
-"""Bytes at the peak of a call, against sums worked out by hand."""
+"""The peak memory of a call equals sums computed by hand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_what_is_held_at_once_counts_and_what_was_there_before_does_not():
 
     def run():
         y = x + x
-        z = y + x  # two at once
+        z = y + x  # y and z are alive
         del y
-        return z + x  # and again two, of which one is returned
+        return z + x  # z and the result are alive
 
     assert peak_bytes(run, CPU) == 2 * SIZE
 
@@ -28,8 +28,8 @@ def test_what_backward_takes_counts():
     x.grad = torch.zeros(1000)
 
     def run():
-        y = x.exp()  # kept
-        y.backward(x.detach())  # and one more, the gradient, before it is added to the one that is there
+        y = x.exp()  # kept until the end
+        y.backward(x.detach())  # one more: the gradient, before it is added to x.grad
 
     assert peak_bytes(run, CPU) == 2 * SIZE
 

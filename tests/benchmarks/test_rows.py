@@ -1,4 +1,4 @@
-"""Rows are on the disk as soon as their case is done, and numbers of one file are of one kind."""
+"""Rows are written as soon as their case is done; all of a file share commit, options, hardware and versions."""
 
 from __future__ import annotations
 

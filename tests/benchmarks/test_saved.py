@@ -1,4 +1,4 @@
-"""Bytes kept for backward, against sums worked out by hand."""
+"""The bytes saved for backward equal sums computed by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_what_is_kept_is_counted_once_and_results_and_leaves_are_not(compiled):
 
     def run():
         y = x.exp()  # keeps y: 308 bytes
-        return (y * y[:3].sum()) + y.sin()  # y again, a number, and y once more
+        return (y * y[:3].sum()) + y.sin()  # saves y again, a scalar, and y again
 
     call = torch.compile(run, backend="aot_eager") if compiled else run
     call()
@@ -47,7 +47,7 @@ def test_what_is_computed_again_is_not_kept():
 
 
 def test_the_path_that_is_counted_is_that_of_a_user():
-    """Whoever sees every operation is given plain ones, which keep more."""
+    """Counting must not make the shift take its traceable operations, which save more."""
     seen = []
 
     def run():

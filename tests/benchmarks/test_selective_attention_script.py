@@ -1,4 +1,4 @@
-"""benchmarks/selective_attention.py: what it writes, at lengths so short that it takes seconds."""
+"""benchmarks/selective_attention.py writes the expected rows; short lengths keep this to seconds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         whole, blocks = (by_form[form, axis, context] for form in ("whole", "blocks"))
         assert whole["difference"] == 0
         assert 0 < blocks["difference"] < 1e-5
-        assert whole["peak_bytes"] > 2 * 3 * context**2 * 4  # scores of three heads, and their weights
+        assert whole["peak_bytes"] > 2 * 3 * context**2 * 4  # scores and weights of three heads
     for axis in ("query", "key"):
         growth = {form: by_form[form, axis, 256]["growth"] for form in ("whole", "blocks")}
         assert growth["whole"] > 3 > 2.2 > growth["blocks"]

@@ -1,4 +1,4 @@
-"""The tables on serving, from rows made by hand."""
+"""The tables of the page on serving, made from rows written by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_speed() -> None:
         "| first token | 1 | 512, 1 | 0.250 s | 0.300 s | 1.200 (1.100 to 1.300) | 1.010 (0.990 to 1.020) |",
     ]
     assert "commit 01234567, 2026-11-23" in "\n".join(table)
-    assert rendered([], rows[::-1]).splitlines()[7:3:-1] == table[4:8]  # whichever engine comes first
+    assert rendered([], rows[::-1]).splitlines()[7:3:-1] == table[4:8]  # the order of engines does not matter
     assert "1.050 (1.010 to 1.090) |  |" in rendered([], rows[:2])  # a file without a control
 
 

@@ -1,4 +1,4 @@
-"""The search for launch parameters, by a benchmark that says what it is told."""
+"""The search for launch parameters, with a benchmark that returns prescribed times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_fastest_tiling_comes_first_and_nothing_stays_changed(kernel, monkey
     monkeypatch.setattr(tilings, "candidates", lambda name: tried if name == kernel else [])
 
     def told(run: Callable[[], object], **_: object) -> float:
-        """A benchmark by which two warps are the fastest, and eight fail."""
+        """Return a time that is shortest for two warps; raise an error for eight."""
         if TILING[kernel].warps == 8:
             raise RuntimeError("out of registers")
         return float(TILING[kernel].warps)

@@ -1,4 +1,4 @@
-"""A model that is to run by one backend does so wherever its shift is called."""
+"""A model that is set to one backend uses it in every call of its shift."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..models.llama.tiny import random_tokens, tiny_model
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_every_call_takes_the_path_that_is_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training, prefill, decoding and decoding with a static cache; nothing is recomputed by another in backward."""
+    """This holds in training, prefill and decoding with both caches; backward recomputes nothing by another backend."""
     asked: set[str] = set()
 
     def spy(self: KVShift, *given: Any, whole: Callable = KVShift.forward, **options: Any) -> Any:

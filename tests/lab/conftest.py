@@ -1,4 +1,4 @@
-"""A model to load and continue texts with, and tiny runs of `kvshift train`."""
+"""A model that continues texts, and tiny runs of `kvshift train`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of packed text of these tests' own, for this process and those that it starts."""
+    """Give the tests a separate cache of packed text, in this process and in those that it starts."""
     folder = str(tmp_path_factory.mktemp("datasets"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(folder))
@@ -42,7 +42,7 @@ def corpus(cache_of_tests: None, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny run that nobody interrupted; tests look at it and change nothing."""
+    """The folder of a tiny run without interruption. Tests must not change it."""
     out = tmp_path_factory.mktemp("finished") / "run"
     train(tiny(corpus, out))
     return out
@@ -50,7 +50,7 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vanilla(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its twin without a shift."""
+    """The folder of the run that differs from `finished` only in having no shift."""
     out = tmp_path_factory.mktemp("vanilla") / "run"
     train(tiny(corpus, out, model={"shift_targets": ()}))
     return out
@@ -58,7 +58,7 @@ def vanilla(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vanilla_documents(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of documents kept apart."""
+    """The folder of the run that differs from `vanilla` only in keeping documents apart."""
     out = tmp_path_factory.mktemp("vanilla") / "run"
     train(tiny(corpus, out, model={"shift_targets": ()}, data={"packing": "documents"}))
     return out

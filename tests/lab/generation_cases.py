@@ -1,4 +1,4 @@
-"""What the tests of generation, loading and prompts share: a model of nearly no size, its tokenizer, its prompts."""
+"""Shared by the tests of generation, loading and prompts: a tiny model, its tokenizer and its prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_model(folder: Path, cls: type = KVShiftLlamaForCausalLM, **options: Any) -> Path:
-    """A model whose weights are large enough to make every text another."""
+    """Save a model whose weights are so large that every text continues differently, and return its folder."""
     torch.manual_seed(0)
     config_class = KVShiftLlamaConfig if cls is KVShiftLlamaForCausalLM else LlamaConfig
     model = cls(config_class(**{**SHAPE, "vocab_size": 277, "bos_token_id": 0, "eos_token_id": 0, **options}))

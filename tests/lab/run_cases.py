@@ -1,4 +1,4 @@
-"""A run so small that a test takes part of a second, and what the tests look at afterwards."""
+"""A run so small that a test takes a fraction of a second, and functions that read and compare runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 37
 
 
 def write_corpus(path: Path, seed: int = 0) -> Path:
-    """Some 40 documents of words that follow each other by chance, so that there is something to learn."""
+    """Write 43 documents of words drawn from a small vocabulary, so that there is something to learn."""
     chance = random.Random(seed)
     words = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 5))) for _ in range(50)]
     lines = [json.dumps({"text": " ".join(chance.choices(words, k=chance.randint(5, 300)))}) for _ in range(43)]
@@ -33,7 +33,7 @@ def write_corpus(path: Path, seed: int = 0) -> Path:
 
 
 def tiny(corpus: Path, out: Path, *, data: Mapping[str, Any] = {}, model: Mapping[str, Any] = {}, **changes: Any):
-    """12 steps of 4 sequences of 37 tokens; lines at each step, evaluations at every 5th, checkpoints at every 4th."""
+    """Return options: 12 steps of 4 sequences of 37 tokens, logged each step, evaluated every 5th, saved every 4th."""
     config = TrainConfig(
         out=out,
         data=DataConfig(**{"corpus": str(corpus), "vocab_size": 281, "sequence_length": LENGTH, **data}),
@@ -52,7 +52,7 @@ def tiny(corpus: Path, out: Path, *, data: Mapping[str, Any] = {}, model: Mappin
 
 
 def metrics(out: Path, kind: str | None = None, *, times: bool = False) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, by default without what a clock says."""
+    """Return the lines of metrics.jsonl, by default without measured times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if times or name not in TIMES}
@@ -66,7 +66,7 @@ def losses(out: Path) -> list[float]:
 
 
 def result(out: Path) -> dict[str, Any]:
-    """result.json without what a clock says."""
+    """Return result.json without measured times."""
     values = json.loads((out / "result.json").read_text())
     return {name: value for name, value in values.items() if name not in TIMES}
 
@@ -82,7 +82,7 @@ def assert_same_bits(got: Mapping[str, torch.Tensor], expected: Mapping[str, tor
 
 
 def assert_same_run(got: Path, expected: Path) -> None:
-    """Weights, lines and result of two finished runs, to the last bit."""
+    """Assert that weights, lines and result of two finished runs are equal to the last bit."""
     assert_same_bits(weights(got), weights(expected))
     assert metrics(got) == metrics(expected)
     assert result(got) == result(expected)
@@ -92,7 +92,7 @@ BEFORE_THE_END = ("result.json", "model", "checkpoint-12")
 
 
 def copied(finished: Path, tmp_path: Path, *, without: tuple[str, ...] = ("result.json",)) -> Path:
-    """The folder of a run that has all its checkpoints but not yet an end, or lacks other files and folders."""
+    """Copy the folder of a run with all checkpoints but no result, or without other files and folders."""
     out = Path(shutil.copytree(finished, tmp_path / "run"))
     for path in (out / name for name in without):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -101,7 +101,7 @@ def copied(finished: Path, tmp_path: Path, *, without: tuple[str, ...] = ("resul
 
 @contextmanager
 def disk_of(size: int) -> Iterator[None]:
-    """Writes beyond so many bytes of a file fail, as they do on a full disk."""
+    """Make writes beyond `size` bytes of a file fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

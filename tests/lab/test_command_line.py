@@ -1,4 +1,4 @@
-"""Options of a command, and its help: on a dataclass made for this, and on every command that there is."""
+"""The options of a command and its help, on a dataclass for this test and on all commands."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.no_models
 
 @dataclass(frozen=True, kw_only=True)
 class Colour:
-    """Of the paint (any paint)."""
+    """Colour of the paint (any paint)."""
 
     red: int = 3
-    """Share of red, of a help that is longer than one line of the terminal and goes on in the next line of the source
+    """Share of red, with a help text that is longer than one line of the terminal and continues in the next source line
     (where a parenthesis begins)."""
     green: int = 5
     """Share of green."""
@@ -41,11 +41,11 @@ class Base:
 @dataclass(frozen=True, kw_only=True)
 class Paint(Base):
     wall: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="WALL")]
-    """Which wall."""
+    """Wall to paint."""
     brush: Annotated[str, tyro.conf.arg(help="flat or round")] = "flat"
     colour: Colour = field(default_factory=Colour)
     dry: bool = False
-    """Wait."""
+    """Wait until the paint is dry."""
 
 
 ABOUT = {"prog": "paint", "description": "Paint a wall", "example": "paint north --coats 2"}
@@ -81,7 +81,7 @@ def test_without_a_choice_every_help_lists_all_in_the_order_of_the_class(asked, 
 def test_the_chosen_come_alone_and_in_their_order(asked, capsys):
     printed = shown(capsys, asked, first=("colour.green", "coats"))
     assert listed(printed) == ["--colour.green", "--coats"]
-    assert re.search("^[│ ] WALL", printed, re.MULTILINE)  # an argument is no option
+    assert re.search("^[│ ] WALL", printed, re.MULTILINE)  # an argument is not an option
     assert "The most used options; paint --help-all lists all 5." in printed
     assert "Share of green. (default: 5)" in printed
     assert "How many coats. (required)" in printed
@@ -92,7 +92,7 @@ def test_help_all_lists_every_option_once_the_chosen_first(capsys):
     assert listed(printed) == ["--colour.green", "--coats", "--brush", "--dry", "--colour.red"]
     assert "flat or round (default: flat)" in printed
     assert " colour options" in printed
-    assert "Of the paint (any paint)." in printed
+    assert "Colour of the paint (any paint)." in printed
 
 
 def test_defaults_of_an_instance_are_shown_and_used(capsys):
@@ -111,8 +111,8 @@ def test_what_follows_two_dashes_is_no_question_for_help():
 
 @functools.cache
 def help_of(name: str, *args: str) -> list[str]:
-    """The lines of `kvshift NAME ARGS` in a terminal of 80 columns."""
-    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # an encoding that has lines to draw boxes of
+    """Return the lines of `kvshift NAME ARGS` in a terminal of 80 columns."""
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # an encoding with box-drawing characters
     with mock.patch.dict(os.environ, COLUMNS="80"), contextlib.redirect_stdout(printed):
         try:
             code = cli.main([*([name] if name else []), *args])
@@ -124,7 +124,7 @@ def help_of(name: str, *args: str) -> list[str]:
 
 
 def early_breaks(lines: list[str]) -> list[str]:
-    """Lines of help after which the next word would still have fitted in."""
+    """Return the lines of help in which the next word would still have fitted."""
     inside = [line[2:-2] if line.startswith("│") else None for line in lines]
     early = []
     for line, below in pairwise(inside):

@@ -1,4 +1,4 @@
-"""`--config FILE`: what a file may hold, what stands above it, and that the record of a run is such a file."""
+"""`--config FILE`: what a file may hold, what overrides it, and that the record of a run is such a file."""
 
 from __future__ import annotations
 

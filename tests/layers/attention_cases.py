@@ -1,4 +1,4 @@
-"""Layers, inputs and tolerances that the tests of `KVShiftAttention` share. Sizes are distinct."""
+"""Layers, inputs and tolerances that the tests of `KVShiftAttention` share. All sizes are distinct."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MHA, GQA = (5, 5), (6, 2)
 
 DOCUMENTS = [3, 0, 1, 5, 2]
 BOUNDS = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32)
-# Document numbers may fall, come again, and be negative: only a change counts.
+# Document numbers may decrease, repeat and be negative: only a change matters.
 NUMBERS = torch.tensor([7] * 3 + [-1] + [7] * 5 + [4] * 2)
 
-# Where documents and padding are, by name: of two sequences, or of one that is a pack, of 11 tokens.
+# Documents and padding by name, in two sequences of 11 tokens, or in one that is a pack.
 ATTENTION: dict[str, dict[str, Any]] = {
     "plain": {},
     "mask": {"mask": torch.arange(11) >= torch.tensor([[10], [4]])},
@@ -28,7 +28,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "cu_seqlens": {"cu_seqlens": BOUNDS},
 }
 
-# Every option at least once, in few combinations.
+# A few combinations that contain every option at least once.
 VARIED = {
     "rope": {},
     "alibi-gqa": {"position_encoding": "alibi", "heads": GQA, "qk_norm": True, "bias": True},
@@ -42,7 +42,7 @@ VARIED = {
 
 
 def make(heads: tuple[int, int] = MHA, *, seed: int = 0, dtype: torch.dtype = torch.float64, **options):
-    """A layer in eval mode whose every parameter is random, gains and biases included."""
+    """Return a layer in eval mode, all of whose parameters are random, including gains and biases."""
     layer = KVShiftAttention(E, *heads, head_dim=D, dtype=dtype, **with_shift_options(options)).eval()
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def make(heads: tuple[int, int] = MHA, *, seed: int = 0, dtype: torch.dtype = to
 
 
 def with_shift_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a layer in which `shift_window` and the like stand for fields of `shift_options`."""
+    """Return the options of a layer, with `shift_window` and the like turned into fields of `shift_options`."""
     shift = {name.removeprefix("shift_"): value for name, value in options.items() if name.startswith("shift_")}
     rest = {name: value for name, value in options.items() if not name.startswith("shift_")}
     return {**rest, "shift_options": ShiftOptions(**shift)}
@@ -64,10 +64,10 @@ def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """fp64 to 1e-12; smaller dtypes to the rounding of the layer's sums, on the scale of the result.
+    """Compare fp64 to 1e-12, and smaller dtypes to the rounding of the layer's sums, relative to the largest result.
 
-    An output has passed through four sums (projection, scores, values, output) of at most N = 60 products: the D
-    numbers of six heads. The errors of N roundings, half a unit each, add up to sqrt(N) / 2 units.
+    An output passes through four sums (projection, scores, values, output) of at most N = 60 products: the D numbers of
+    six heads. The errors of N roundings of half a unit each add up to sqrt(N) / 2 units.
     """
     scale = float(expected.detach().abs().max()) if expected.numel() else 0.0
     units = 4 * (6 * D) ** 0.5 / 2 * torch.finfo(expected.dtype).eps
@@ -76,13 +76,13 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def gradients(out: Tensor, weights: Tensor, layer: KVShiftAttention, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Of inputs and of every parameter, for the weighted sum of the output."""
+    """Return the gradients of the inputs and of all parameters, for the weighted sum of the output."""
     wanted = [*inputs, *layer.parameters()]
     return torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
 
 
 def outcome(layer: KVShiftAttention, x: Tensor, **where: Any) -> list[Tensor]:
-    """The output, and the gradients of x and of all that is trained, for the sum of its squares."""
+    """Return the output, and the gradients of x and of all trained parameters for the sum of the output's squares."""
     x = x.clone().requires_grad_()
     out, _ = layer(x, **where)
     wanted = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
@@ -110,7 +110,7 @@ MASKS = {
 
 
 def run(layer: KVShiftAttention, *calls: Any) -> tuple[list[Tensor], Any]:
-    """Feed the pieces one after another; each is x, or (x, arguments)."""
+    """Feed the calls one after another, passing the state on; each call is x or (x, arguments)."""
     outs, state = [], None
     for call in calls:
         x, arguments = call if isinstance(call, tuple) else (call, {})
@@ -122,11 +122,11 @@ def run(layer: KVShiftAttention, *calls: Any) -> tuple[list[Tensor], Any]:
 def feed(
     layer: KVShiftAttention, pieces: Sequence[Tensor], how: str, state: AttentionState | None = None
 ) -> tuple[Sequence[Tensor], AttentionState]:
-    """One call with the next tokens of each sequence, (T, E), and the output at each; NaN stands in padding.
+    """Feed the next tokens of each sequence, (T, E), in one call, with NaN in the padding; return the outputs.
 
     Args:
-        how: "batch" of equal lengths; "left" or "right", where padding is; "between", with padding before and behind
-            every token; "pack" or "pack between".
+        how: "batch" for equal lengths; "left" or "right" for the side of the padding; "between" for padding before and
+            after every token; "pack" or "pack between".
     """
     lengths, where, nothing = [len(piece) for piece in pieces], {}, tokens(1) * torch.nan
     if "between" in how:
@@ -146,7 +146,7 @@ def feed(
 
 
 def close_states(layer: KVShiftAttention, actual: AttentionState, expected: AttentionState) -> None:
-    """Equal in all that later calls can see, however many columns each has before."""
+    """Compare all that later calls can see of two states, whatever the number of columns before that."""
     actual, expected = actual.unpack(), expected.unpack()
     assert actual.seen.tolist() == expected.seen.tolist()
     reach = T * T if layer.sliding_window is None else layer.sliding_window - 1 + layer.max_rollback

@@ -1,4 +1,4 @@
-"""Attention with KV shift as loops over positions and heads: one sequence, from the formulas, in fp64.
+"""Attention with KV shift as loops over positions and heads: one sequence, directly from the formulas, in fp64.
 
 Shapes: T positions, H query heads, G KV heads, D head size, E model width, W window.
 """
@@ -17,7 +17,7 @@ Rows = list[list[Tensor]]  # [position][head] -> (D,)
 
 
 def reference_attention(layer: KVShiftAttention, x: Tensor, positions: Sequence[float] | None = None) -> Tensor:
-    """What `layer` computes for x (T, E); differentiable."""
+    """Return the output of `layer` for x (T, E); differentiable."""
     length = x.shape[0]
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
     q, k, v = (
@@ -100,7 +100,7 @@ def rotate(rows: Rows, positions: Sequence[float], base: float) -> Rows:
 
 
 def slope(head: int, heads: int) -> float:
-    """ALiBi: a geometric series from 2^(-8/n), n a power of two; further heads take every other term for 2n."""
+    """Return the ALiBi slope: 2^(-8/n), 2^(-16/n), ... for n a power of two; further heads use every other of 2n."""
     n = 1
     while 2 * n <= heads:
         n *= 2

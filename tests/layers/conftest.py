@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @pytest.fixture
 def alone() -> Iterator[DeviceMesh]:
-    """A process group of one, and its mesh."""
+    """A process group of size 1 and its mesh."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

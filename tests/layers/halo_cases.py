@@ -1,4 +1,4 @@
-"""Sequences that are divided among processes, and the shift by its definition, for the tests of the halo."""
+"""Sequences that are sharded over processes, and the shift by its definition, for the tests of the halo exchange."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ G, H = 2, 3
 
 
 def by_definition(x: Tensor, coefficients: Tensor, positions: Tensor) -> Tensor:
-    """y[t] = sum over j of coefficients[:, j] * x[t-j] where positions[t] >= j.
+    """Compute y[t] = sum over j of coefficients[:, j] * x[t-j], where positions[t] >= j.
 
     Args:
-        x: (B, T, G, D), coefficients: (G, W), positions: (B, T).
+        x: (B, T, G, D).
+        coefficients: (G, W).
+        positions: (B, T).
     """
     time = torch.arange(x.shape[1])
     y = torch.zeros_like(x)
@@ -23,7 +25,7 @@ def by_definition(x: Tensor, coefficients: Tensor, positions: Tensor) -> Tensor:
 
 
 def document_rows(chunk: int, chunks: int) -> list[list[int]]:
-    """Lengths of the documents of each row: boundaries before, on and after edges of chunks, documents of length 1."""
+    """Return the document lengths of each row: boundaries before, on and after chunk edges, documents of length 1."""
     length, middle = chunk * chunks, chunk * (chunks // 2)
     rows = [
         [length],
@@ -43,6 +45,6 @@ def document_rows(chunk: int, chunks: int) -> list[list[int]]:
 
 
 def shard_tokens(layout: str, chunk: int, rank: int, size: int) -> Tensor:
-    """Which tokens of a sequence a rank holds, in the order of its shard."""
+    """Return the tokens of a sequence that a rank holds, in the order of its shard."""
     held = [rank] if layout == "contiguous" else [rank, 2 * size - 1 - rank]
     return torch.cat([torch.arange(chunk * number, chunk * (number + 1)) for number in held])

@@ -1,4 +1,4 @@
-"""One of several processes that share sequences: see `test_halo.py`."""
+"""The program of one of the processes that share sequences in `test_halo.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXACT = 1e-10
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences that are shared, and how."""
+    """Options of a test: layout and size of the shards, the shift, and the process group."""
 
     layout: str
     window: int = 2
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass
 class Sequences:
-    """Whole sequences, the same on every rank, with coefficients and a weight for each output: float64, of `Case`."""
+    """Whole sequences, the same on every rank, with coefficients and a weight for each output, in the case's dtype."""
 
     case: Case
 
@@ -73,7 +73,7 @@ class Sequences:
         self.positions = whole if self.case.documents else torch.arange(length).expand(batch, -1)
 
     def results(self, shift: Callable[..., dict[str, Tensor]], mine: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Outputs, and gradients of tokens and coefficients, of `shift(tokens, coefficients, positions)`."""
+        """Return the outputs of `shift(tokens, coefficients, positions)`, and gradients of tokens and coefficients."""
         tokens = {name: mine(x).requires_grad_() for name, x in self.tokens.items()}
         coefficients = {name: x.detach().clone().requires_grad_() for name, x in self.coefficients.items()}
         out = shift(tokens, coefficients, mine(self.positions))
@@ -100,7 +100,7 @@ def sharded(case: Case, shift: Callable[..., Any] = shift_shard, **changed: Any)
 
 
 def differences(case: Case, shift: Callable[..., dict[str, Tensor]] | None = None) -> dict[str, float]:
-    """Between shards and one process, the largest on any rank of the group, by output and gradient."""
+    """Return the largest difference on any rank between shards and one process, for each output and gradient."""
     sequences = Sequences(case)
     expected = sequences.results(one_process, lambda x: x.detach().clone())
     got = sequences.results(shift or sharded(case), case.mine)
@@ -122,7 +122,7 @@ def assert_equal(case: Case, shift: Callable[..., dict[str, Tensor]] | None = No
     assert max(found.values()) < EXACT, f"{case}: {found}"
 
 
-# What holds -----------------------------------------------------------------------------------------------------------
+# Properties that must hold --------------------------------------------------------------------------------------------
 
 
 def every_layout_window_length_and_target() -> None:
@@ -156,7 +156,7 @@ def recomputed_in_backward() -> None:
 
 
 def compiled() -> None:
-    """The whole shift on two processes; on more, what depends on their number: the exchange."""
+    """Compile the whole shift on two processes; on more, only the exchange, which depends on their number."""
     if dist.get_world_size() == 2:
         for case in (Case("contiguous", 2, 5), Case("headtail", 4, 2, "qkv")):
             torch._dynamo.reset()
@@ -177,7 +177,7 @@ def compiled() -> None:
 
 
 def groups_within_the_world() -> None:
-    """Ranks 0 and 2 share sequences, and 1 and 3 share others."""
+    """Ranks 0 and 2 share some sequences, ranks 1 and 3 others."""
     if dist.get_world_size() < 4:
         return
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -186,7 +186,7 @@ def groups_within_the_world() -> None:
 
 
 def only_neighbours_exchange() -> None:
-    """W - 1 tokens in each direction in which they are needed; k, v and q travel together."""
+    """Only W - 1 tokens are sent to each neighbour that needs them; k, v and q are sent together."""
     rank, size, stock = dist.get_rank(), dist.get_world_size(), functional.all_to_all_single_autograd
     for layout in LAYOUTS:
         case, exchanged = Case(layout, 3, 4, "qkv"), []
@@ -200,7 +200,7 @@ def only_neighbours_exchange() -> None:
             sequences.results(sharded(case), case.mine)
         before, after = rank - 1, rank + 1
         sources, targets = ({before}, {after}) if layout == "contiguous" else ({before, after}, {before, after})
-        own = {rank} if layout == "headtail" and rank == size - 1 else set()  # the middle of the sequence
+        own = {rank} if layout == "headtail" and rank == size - 1 else set()  # the two middle chunks of the sequence
         received, sent = ([2 * (peer in peers | own) for peer in range(size)] for peers in (sources, targets))
         shape = (sum(sent), sequences.positions.shape[0], H * D + G * D + G * DV)
         assert exchanged == [(shape, received, sent)], f"{layout}, rank {rank}: {exchanged}"
@@ -213,7 +213,7 @@ def a_second_derivative_is_refused() -> None:
         torch.autograd.grad((halo_of_x**2).sum(), x, create_graph=True)
 
 
-# What must be caught --------------------------------------------------------------------------------------------------
+# Faults that must be detected -----------------------------------------------------------------------------------------
 
 
 def every_sabotage_is_caught() -> None:

@@ -1,4 +1,4 @@
-"""What is kept for backward, counted by the memory that is still there after forward."""
+"""Memory saved for backward, measured by the storages that are still alive after forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Allocations(TorchDispatchMode):
-    """Every storage that an operator returns."""
+    """A record of every storage that an operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ class _Allocations(TorchDispatchMode):
 
 
 def bytes_kept(run: Callable[[], Tensor], *not_counted: Tensor) -> int:
-    """Bytes made by `run` that live as long as what it returns: the graph with all that it keeps, and the result.
+    """Return the bytes allocated by `run` that live as long as its result: the autograd graph's tensors and the result.
 
     Args:
-        not_counted: tensors that were there before, such as parameters.
+        not_counted: Tensors that existed before, such as parameters.
     """
     with _Allocations() as allocations:
         out = run()

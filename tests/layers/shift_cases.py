@@ -1,4 +1,4 @@
-"""Layers and inputs that the tests of `KVShift` share. Sizes are distinct."""
+"""Layers and inputs that the tests of `KVShift` share. All sizes are distinct."""
 
 import torch
 

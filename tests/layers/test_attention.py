@@ -1,4 +1,4 @@
-"""One call of the attention layer: the formula, gradients, dtypes, causality, compilers."""
+"""Single calls of the attention layer: formula, gradients, dtypes, causality, compilation and export."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_identity_start_is_plain_attention_bit_for_bit(window, targets, constrai
 
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
 def test_causality_by_gradient(options):
-    """Token t sees the tokens in its window, and through the shift those before it; nothing later, nothing earlier."""
+    """Token t sees the tokens in its window and, through the shift, those just before it; none later, none earlier."""
     layer = make(**options)
     x = tokens(1, T).requires_grad_()
     out, _ = layer(x)
@@ -137,7 +137,7 @@ def test_autocast(options):
     close(out, layer(x, mask=MASKS["right"])[0].to(torch.bfloat16))
 
 
-# While it traces an autograd function, dynamo makes an instance of it.
+# Dynamo instantiates the autograd functions that it traces.
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["plain", "mask", "cu_seqlens", "seq_idx"])
@@ -156,7 +156,7 @@ def test_compiled_without_graph_breaks(where):
     compiled_out, compiled_state = compiled(x, **arguments)
     close(compiled_out, out)
     close_all(gradients(compiled_out, weights, layer, x), gradients(out, weights, layer, x))
-    if where in ("plain", "mask"):  # decoding with either kind of positions; there is nothing else to it
+    if where in ("plain", "mask"):  # decode with both position encodings; no other option affects it
         with torch.no_grad():
             token = tokens(1, 1, seed=2, dtype=torch.float32)
             close(compiled(token, state=compiled_state.detach())[0], layer(token, state=state)[0])
@@ -173,7 +173,7 @@ def test_compiled_without_graph_breaks(where):
 def test_exported_prefill_and_decoding(options):
     layer = make(dtype=torch.float32, **options)
     x, token = tokens(B, T, dtype=torch.float32), tokens(B, 1, seed=1, dtype=torch.float32)
-    # 7: the compiler takes lengths at which two sizes agree, such as length 2 here, for cases of their own
+    # min=7: the compiler treats a length that equals another size, such as 2 here, as a special case.
     prefill = torch.export.export(layer, (x,), dynamic_shapes={"x": {1: torch.export.Dim("length", min=7)}})
     longer = tokens(B, T + 6, seed=2, dtype=torch.float32)
     out, state = prefill.module()(longer)

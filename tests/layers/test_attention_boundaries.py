@@ -1,4 +1,4 @@
-"""Documents of one row in a call of the attention layer: as if each were alone. `FED` has sequences and padding."""
+"""Documents in one row give separate rows' results. `FED` in `test_attention_state.py` covers sequences and padding."""
 
 import itertools
 
@@ -67,14 +67,14 @@ def test_no_bit_of_a_document_depends_on_the_one_before(options, boundaries, dty
 def test_padding_inside_documents(options):
     layer = make(**options)
     mask = torch.tensor([[0, 1, 1, 0, 1, 0, 1, 1, 0, 1, 0]], dtype=torch.bool)
-    # On padding the document's number may be anything.
+    # Padding may have any document number.
     numbers = torch.where(mask[0], NUMBERS, torch.tensor([5, 0, 0, 3, 0, -8, 0, 0, 2, 0, 7]))
     x = torch.where(mask.unsqueeze(2), tokens(1, T), torch.inf)
     expected = torch.zeros_like(x)
     for start, end in itertools.pairwise(BOUNDS.tolist()):
         real = [t for t in range(start, end) if mask[0, t]]
         expected[:, real] = layer(x[:, real])[0]
-    # Without its one token, a document between two others is not there: here both are numbered 7.
+    # A document whose only token is padding vanishes, and its neighbours, both numbered 7, become one document.
     assert not mask[0, 3]
     joined = [1, 2, 4, 6, 7]
     expected[:, joined] = layer(x[:, joined])[0]

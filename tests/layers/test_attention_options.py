@@ -1,4 +1,4 @@
-"""Construction of the attention layer: names of parameters, defaults, dtypes, devices, refusals."""
+"""Construction of the attention layer: parameter names, defaults, dtypes, devices and rejected options."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_meta_device_and_same_seed_same_bits():
     assert not list(layer.buffers())
     layer.to_empty(device="cpu")
     torch.manual_seed(0)
-    for _ in range(2):  # once for what the constructor of `expected` drew
+    for _ in range(2):  # once for the numbers that the constructor of `expected` drew
         layer.reset_parameters()
     torch.testing.assert_close(layer.state_dict(), expected.state_dict(), rtol=0, atol=0)
     out, _ = layer(tokens(B, T, dtype=torch.float32))

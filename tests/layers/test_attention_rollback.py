@@ -1,4 +1,4 @@
-"""Taking tokens back from the state of the attention layer, and how many it keeps for that."""
+"""Rollback: taking tokens back from the state of the attention layer, and how many tokens the state keeps for it."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.layers.attention_cases import GQA, VARIED, B, T, close, close_states,
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
 @torch.no_grad()
 def test_decoding_with_rejected_drafts_equals_plain_decoding(options, padded):
-    """Up to five tokens are fed, the last of them wrong; these are rolled back, and the right ones fed next."""
+    """Up to five tokens are fed, the last of them wrong; the wrong ones are rolled back before the right ones come."""
     layer = make(max_rollback=4, **options)
     x, start = tokens(B, 29), 5
     mask = torch.arange(start) >= torch.tensor([[0], [3], [4]]) if padded else torch.ones(B, start, dtype=torch.bool)
@@ -78,7 +78,7 @@ def test_crop_beyond_the_state_is_refused(targets):
         cropped.crop(2)
     _, refilled = layer(tokens(B, 1), state=cropped)
     refilled.crop(2)
-    # A sequence of a padded chunk may have got no token at all.
+    # A sequence of a padded chunk may have received no token.
     _, ragged = layer(tokens(B, 2), state=cropped, mask=torch.ones(B, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="cannot crop 2 tokens"):
         ragged.crop(2)

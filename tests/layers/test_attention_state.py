@@ -1,4 +1,4 @@
-"""Several calls of the layer: pieces, padding, packs, and the methods of the state that passes between them."""
+"""Several calls of the layer: pieces, padding, packs, and the methods of the state passed between calls."""
 
 import dataclasses
 from typing import Any
@@ -37,7 +37,7 @@ def test_every_split_equals_the_whole(options, dtype):
         close_states(layer, state, last)
 
 
-# Calls, as `feed` makes them, with the number of tokens of each sequence.
+# Calls of `feed`, with the number of tokens of each sequence.
 FED: dict[str, list[tuple[str, list[int]]]] = {
     "pack": [("pack", [3, 0, 1, 5, 2])],
     "pack with padding": [("pack between", [3, 0, 1, 5])],
@@ -61,9 +61,9 @@ FED: dict[str, list[tuple[str, list[int]]]] = {
 @pytest.mark.parametrize("calls", FED.values(), ids=FED)
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
 def test_sequences_that_are_fed_together_are_as_if_alone(options, calls):
-    """Outputs, gradients, through the state too, and the last state; whatever stands in padding."""
+    """Tested for outputs, gradients (also through the state) and the last state, with NaN in the padding."""
     layer = make(**options)
-    lengths = [*zip(*(lengths for _, lengths in calls), strict=True)]  # of each sequence
+    lengths = [*zip(*(lengths for _, lengths in calls), strict=True)]  # the pieces of each sequence
     sequences = [tokens(sum(pieces), seed=s).requires_grad_() for s, pieces in enumerate(lengths)]
     pieces = zip(*(x.split(sizes) for x, sizes in zip(sequences, lengths, strict=True)), strict=True)
     outs, state = [], None
@@ -86,7 +86,7 @@ def test_the_last_document_of_a_sequence_continues(options):
     layer = make(**options)
     x, y, z = tokens(B, 5), tokens(B, 4, seed=1), tokens(B, 3, seed=2)
     seq_idx = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [3, 2, 2, 2, 1]])
-    more = torch.tensor([[6, 6, 6, 6], [6, 6, 6, 7], [6, 7, 8, 8]])  # the first of them is the one before, gone on
+    more = torch.tensor([[6, 6, 6, 6], [6, 6, 6, 7], [6, 7, 8, 8]])  # the first document continues the previous one
     outs, state = run(layer, (x, {"seq_idx": seq_idx}), (y, {"seq_idx": more}), z)
     joined = torch.cat([x, y, z], dim=1)
     documents = [[12], [2, 6, 4], [1, 3, 2, 1, 5]]
@@ -110,7 +110,7 @@ def test_the_number_of_padding_before_a_document_does_not_begin_one():
 
 @torch.no_grad()
 def test_documents_that_have_ended_leave_the_cache():
-    """Zeros stand in their place, so that not even a NaN among them could reach a later token."""
+    """Zeros replace the tokens of ended documents, so that not even a NaN among them can reach a later token."""
     layer = make(shift_targets=())
     x = tokens(1, T)
     x[:, 3] = torch.nan
@@ -123,7 +123,7 @@ def test_documents_that_have_ended_leave_the_cache():
 
 @torch.no_grad()
 def test_the_state_of_a_pack_keeps_sequences_apart():
-    """Whatever stands in one sequence, not a bit of another changes when the pack is continued as a batch."""
+    """Changing one sequence changes no bit of another when the pack is continued as a batch."""
     layer = make(GQA, dtype=torch.float32)
     bounds, token = torch.tensor([0, 2, 7]), tokens(2, 1, seed=5, dtype=torch.float32)
     results = []
@@ -234,7 +234,7 @@ def test_to_casts_all_but_the_counts():
 @pytest.mark.parametrize("targets", [("k", "v"), ("q",)], ids="".join)
 @torch.no_grad()
 def test_the_suite_sees_a_wrong_state(targets):
-    """Each way to lose the previous token changes the next output: these tests could not pass without it."""
+    """Each way to lose the previous token changes the next output, so the tests above would fail."""
     layer = make(shift_targets=targets, max_rollback=2)
     x, token = tokens(B, T), tokens(B, 1, seed=1)
     _, state = layer(x)
@@ -252,7 +252,7 @@ def test_the_suite_sees_a_wrong_state(targets):
         assert (out - right).abs().amax((1, 2)).min() > 1e-3, name
 
 
-# Layers, what they are called with beside the state of `make()` for B sequences, and what they say.
+# Options of a layer, its arguments besides the state of `make()` for B sequences, and the error message.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fewer sequences": ({}, {"x": tokens(2, 1)}, "state must be of 2 sequences, got one of 3"),
     "more sequences": ({}, {"x": tokens(4, 1)}, "state must be of 4 sequences, got one of 3"),

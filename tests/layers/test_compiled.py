@@ -1,4 +1,4 @@
-"""Layers under torch.compile: which code shifts there, its results, and what it keeps for backward."""
+"""Layers under torch.compile: which implementation shifts, its results, and the memory it saves for backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nothing_compiled_before() -> Iterator[None]:
 
 @pytest.fixture
 def kernels(monkeypatch) -> None:
-    """On tensors of the CPU they stand for those of a GPU."""
+    """Let CPU tensors take the Triton kernels, as GPU tensors do."""
     refusal = triton_refusal(torch.empty(0), 2)
     if refusal is not None:
         pytest.skip(refusal)
@@ -100,7 +100,7 @@ def test_a_layer_that_is_exported_with_the_kernels_has_one_launch_for_queries_to
 
 
 def checkpoints(layer: nn.Module, x: Tensor) -> int:
-    """In the graph of a training step."""
+    """Return the number of checkpoints in the graph of a training step."""
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
     torch.compile(layer, backend=counter, fullgraph=True)(x)
@@ -113,7 +113,7 @@ def checkpoints(layer: nn.Module, x: Tensor) -> int:
     "targets", [("k",), *(pytest.param(x, marks=pytest.mark.slow) for x in [("v",), ("q", "k", "v")])], ids=str
 )
 def test_only_keys_or_only_values_are_recomputed_and_what_is_frozen_stays(targets, monkeypatch):
-    """Values that are not shifted pass through the checkpoint as they are."""
+    """Values that are not shifted pass through the checkpoint unchanged."""
     x = tokens(2, 11)
     layer = make(GQA, shift_targets=targets, qk_norm=True)
     for parameter in layer.shift.parameters():
@@ -171,8 +171,8 @@ class Blocks(nn.Module):
 
 
 def bytes_in_the_graph(run: Callable[[], Tensor]) -> int:
-    """Of the tensors that autograd keeps, leaves and results left out, not of what an interpreter takes."""
-    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
+    """Return the bytes that autograd saves, without leaves and results, and without the interpreter's own memory."""
+    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is reused
     leaves: set[int] = set()
 
     def pack(x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def bytes_in_the_graph(run: Callable[[], Tensor]) -> int:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.slow
 def test_what_is_kept_for_backward_is_what_plain_attention_keeps(checkpointed):
-    """But for the halves of the rotary tables that the kernels read, once for all layers."""
+    """The shift adds only the halves of the rotary tables that the kernels read, once for all layers."""
     x = tokens(2, 64, dtype=torch.float32).requires_grad_()
     kept = []
     for targets in ((), ("k", "v")):

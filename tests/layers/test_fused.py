@@ -1,4 +1,4 @@
-"""Shift, QK-norm and RoPE in one launch, as layers ask for them; for the operator see tests/ops."""
+"""Shift, QK-norm and RoPE in one launch, called through layers; tests/ops has the tests of the operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kernels_that_run() -> None:
 
 @pytest.fixture
 def launches(monkeypatch) -> list[int]:
-    """A list of one number: how often shift and rotation were one launch."""
+    """A list whose only number counts the calls that fuse shift and rotation into one launch."""
     counted = [0]
 
     def counting(*args, real=attention_inputs.fused_path):
@@ -78,7 +78,7 @@ def inputs_of(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def outcome_of(layer: KVShift, inputs: list[Tensor], backend: Any, **options: Any) -> dict[str, Tensor]:
-    """Results, new state, and the gradients of all that is trained."""
+    """Return results, new state, and the gradients of everything that is trained."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     modules = [layer, *(options.get("norms") or ())]
     leaves = [*inputs, *(p for module in modules for p in module.parameters() if p.requires_grad)]
@@ -95,7 +95,7 @@ def outcome_of(layer: KVShift, inputs: list[Tensor], backend: Any, **options: An
 
 
 def assert_equal(layer: KVShift, inputs: list[Tensor], **options: Any) -> None:
-    """In fp64 up to 1e-12; the gradients of the coefficients, float32 numbers, up to their rounding."""
+    """Compare in fp64 up to 1e-12; gradients of the coefficients, which are float32, up to their rounding."""
     own, expected = outcome_of(layer, inputs, "triton", **options), outcome_of(layer, inputs, "reference", **options)
     assert own.keys() == expected.keys()
     for name, x in own.items():
@@ -157,7 +157,7 @@ def test_the_default_eps_is_that_of_the_dtype(eps, launches):
 
 
 def test_norms_in_float32_of_smaller_heads(launches):
-    """As autocast leaves them: their gains and gradients stay float32."""
+    """Autocast leaves the norms in float32, so their gains and gradients are float32, too."""
     norms = tuple(HeadNorm(D, eps=0.25) for _ in range(2))
     finish = {"rotary": table_of(D, dtype=torch.bfloat16), "norms": norms}
     inputs = inputs_of(dtype=torch.bfloat16)
@@ -179,7 +179,7 @@ def test_tables_that_are_trained_get_their_gradients(launches):
 
 
 def attend(layer: nn.Module, x: Tensor, where: dict[str, Tensor]) -> list[Tensor]:
-    """Output, gradients, and two tokens of decoding."""
+    """Return the output, its gradients, the outputs of two decoding steps, and the cached keys and values."""
     x = x.clone().requires_grad_()
     out, state = layer(x, **where)
     wanted = [x, *layer.parameters()]
@@ -218,7 +218,7 @@ def test_what_backward_recomputes_has_the_same_bits(heads, dtype, where, launche
     x = tokens(1 if where == "cu_seqlens" else 2, 11, dtype=dtype)
 
     recomputed = outcome(layer, x, **ATTENTION[where])
-    assert launches[0] == 2  # forward's, and the one that backward will make
+    assert launches[0] == 2  # forward, and the recomputation of backward
     with monkeypatch.context() as patch:
         patch.setattr(recompute, "may_recompute", lambda *modules: False)
         same_bits(recomputed, outcome(layer, x, **ATTENTION[where]))

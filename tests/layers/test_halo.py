@@ -1,4 +1,4 @@
-"""KV shift of sequences that several processes share. What needs several is in `halo_worker.py`: one start for all."""
+"""KV shift of sequences sharded over processes; `halo_worker.py` has the checks that need several processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_definition_is_that_of_the_operator():
 @pytest.mark.parametrize("layout", ["contiguous", "headtail"])
 @pytest.mark.parametrize(("size", "length", "rows"), [(1, 2, 1), (2, 1, 3), (3, 2, 2), (4, 5, 3), (5, 1, 1)])
 def test_every_token_has_one_way(layout, size: int, length: int, rows: int):
-    """Followed by hand: each row of each halo is the token that stands there in time, once."""
+    """The routes deliver to each row of each halo the token at that position of the sequence, exactly once."""
     held = [shard_tokens(layout, length, rank, size).tolist() for rank in range(size)]
     routes = [_routes(rank, size, layout, length, rows) for rank in range(size)]
     for target in range(size):

@@ -1,4 +1,4 @@
-"""Parameter groups: what decays, what does not, and at which rate the coefficients learn."""
+"""Parameter groups: which parameters decay, and the learning rate of the coefficients."""
 
 import copy
 
@@ -21,7 +21,7 @@ def test_what_is_no_module_is_named(model):
 
 
 class Tied(nn.Module):
-    """An embedding that is the head too, two attention layers that share their shift, a norm and biases."""
+    """A model with an embedding tied to the head, two attention layers, a norm and biases."""
 
     def __init__(self, **options) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_every_parameter_is_in_one_group():
     assert len(shift) == 6
     assert found == {"decay": everything - shift - vectors, "no_decay": vectors, "shift": shift}
     assert "embed.weight" in found["decay"]
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))  # tied weights once
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))  # tied weights count once
     assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [
         ("decay", 0.5, 0.1),
         ("no_decay", 0.5, 0.0),
@@ -97,7 +97,7 @@ def test_the_groups_survive_a_cast_and_the_compiler():
 
 
 def test_decay_leaves_the_coefficients():
-    """A step on zero gradients shows decay and nothing else."""
+    """With gradients of zero, an optimizer step only decays."""
     model = Tied(shift_init="identity")
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(param_groups(model, lr=0.5, weight_decay=0.25))

@@ -41,7 +41,7 @@ def test_decoding_goes_by_the_coefficients_in_force(change):
     change(layer)
     with torch.no_grad():
         whole, _ = layer(x)
-        plain, _ = make()  # of the same weights
+        plain, _ = make()  # with the same weights
         plain.shift.alpha.copy_(layer.shift.alpha)
         torch.testing.assert_close(whole, plain(x)[0])
         outs, _ = run(layer, x[:, :4], *x[:, 4:].split(1, dim=1))
@@ -50,7 +50,7 @@ def test_decoding_goes_by_the_coefficients_in_force(change):
 
 @changes
 def test_training_reaches_the_original_however_large_the_layer(change, monkeypatch):
-    """From 2^20 elements on, backward shifts once more; here from the first."""
+    """Backward recomputes the shift of tensors with at least 2^20 elements; here it does so at any size."""
     layer, x = make()
     change(layer)
     expected = outcome(layer, x)
@@ -78,7 +78,7 @@ def test_casts_leave_the_original_in_float32():
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_adapters_of_parameters_are_refused_by_name():
-    """PEFT puts a module of its own in place of the shift, through which its attributes cannot be seen."""
+    """PEFT wraps the shift in its own module, which hides the shift's attributes."""
     layer, x = make()
     model = get_peft_model(nn.Sequential(layer), LoraConfig(target_modules=[], target_parameters=["0.shift.alpha"]))
     with pytest.raises(TypeError, match=r"shift must be a KVShift, got a ParamWrapper.*modules_to_save=\[\"shift\"\]"):

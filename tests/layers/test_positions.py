@@ -39,7 +39,7 @@ def test_who_sees_whom():
     assert seen.tolist() == [4]
     keys = past.followed_by(new)
     assert keys.rank.tolist() == [[-1, 0, 1, -1, 2, -1, 3]]
-    everything = [True] * 7  # padding sees something, or its softmax would be NaN on some devices
+    everything = [True] * 7  # padding must see something, or its softmax is NaN on some devices
     assert visible(new, keys, None).long().tolist() == [
         [everything, [0, 1, 1, 0, 1, 0, 0], everything, [0, 1, 1, 0, 1, 0, 1]]
     ]

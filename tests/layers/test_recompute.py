@@ -1,4 +1,4 @@
-"""What attention keeps for backward: the same bits of gradients from fewer bytes, and nobody else is disturbed."""
+"""Memory that attention saves for backward: fewer bytes, the same bits of gradients, and no effect on other hooks."""
 
 import gc
 
@@ -26,7 +26,7 @@ def _however_small(monkeypatch):
 
 @pytest.fixture
 def shifts(monkeypatch):
-    """A list of one number: how often keys and values have been shifted."""
+    """A list whose only number counts the shifts of keys and values."""
     calls, operator = [0], attention_inputs.shift_keys_values
 
     def counted(*args, **options):
@@ -67,7 +67,7 @@ def test_shifted_heads_are_not_kept_where_there_are_boundaries(heads, options, w
     def count():
         return bytes_kept(lambda: layer(x, **ATTENTION[where])[0], x, *layer.parameters(), *ATTENTION[where].values())
 
-    # Attention with a bias is given a copy of each head for each of its queries, in float32 of 4 bytes.
+    # Attention with a bias gets a copy of each key and value head for each of its query heads; float32 has 4 bytes.
     assert keep_all(count) - count() == 2 * B * T * heads[0] * D * 4
 
 
@@ -111,7 +111,7 @@ def test_without_gradients_nothing_is_done(monkeypatch):
 
 @pytest.mark.parametrize("frozen", [("alpha",), ("beta",), ("alpha", "beta")], ids=str)
 def test_a_tensor_whose_coefficients_are_frozen_is_kept(frozen, shifts, keep_all):
-    """Whose raw form need not be kept for them."""
+    """The coefficients' gradient then needs no raw tensor, so recomputing the shifted one would save nothing."""
     layer, x = make(), tokens(B, T)
     for name in frozen:
         getattr(layer.shift, name).requires_grad_(False)
@@ -171,7 +171,7 @@ def test_activation_checkpointing(reentrant, shifts, keep_all):
     out = run(x)[0]
     out.square().sum().backward()
     same_bits([out, x.grad, *(p.grad for p in layer.parameters())], expected)
-    assert shifts[0] == (3 if reentrant else 2)  # forward twice; inside a graph of its own backward shifts once more
+    assert shifts[0] == (3 if reentrant else 2)  # forward twice; the reentrant backward, on its own graph, once more
 
 
 def test_function_transforms_are_left_alone(keep_all):
@@ -198,11 +198,11 @@ def test_what_was_changed_in_place_since_is_not_shifted_again(change):
     with torch.no_grad():
         {"seq_idx": numbers, "alpha": layer.shift.alpha, "k_norm": layer.k_norm.weight}[change].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(out, layer.q_proj.weight)  # does not reach the shift, nor the norm of the keys
+        torch.autograd.grad(out, layer.q_proj.weight)  # needs neither the shift nor the norm of the keys
 
 
 def test_a_step_between_two_backward_passes_does_not_shift_by_new_coefficients():
-    """Those of a gate are computed: autograd knows the old ones."""
+    """The coefficients of a gate are computed, and autograd saves the old ones."""
     layer = make(shift_constraint="gate")
     layer.requires_grad_(False)
     layer.shift.requires_grad_(True)
@@ -250,7 +250,7 @@ def test_a_hook_that_changes_the_shifted_heads_is_heeded(kind, keep_all, monkeyp
 
 
 def test_the_state_that_comes_back_is_the_shifted_heads(keep_all):
-    """And is kept by whoever keeps it, gradients through it included."""
+    """Whoever keeps the state keeps its tensors, and gradients flow through them."""
     layer, x = make(GQA), tokens(B, T).requires_grad_()
 
     def run():
@@ -262,7 +262,7 @@ def test_the_state_that_comes_back_is_the_shifted_heads(keep_all):
 
 
 def test_a_graph_that_nobody_holds_is_gone_at_once():
-    """No tensor holds its own graph: the collector of cycles is not needed."""
+    """No tensor holds its own graph, so the graph is freed without the garbage collector."""
     layer, x = make(), tokens(B, T)
     gc.collect()
     gc.disable()
@@ -308,7 +308,7 @@ def test_empty_tensors_pass():
         out = layer(tokens(*shape).requires_grad_())[0]
         out.sum().backward()
     assert out.shape == (B, 0, E)
-    x = torch.empty(0, requires_grad=True)  # all that are empty have one address
+    x = torch.empty(0, requires_grad=True)  # all empty tensors have the same address
     with recomputed([2 * x], pytest.fail, [x]):
         y = (3 * x).square().sum()
     y.backward()

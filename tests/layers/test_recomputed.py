@@ -1,4 +1,4 @@
-"""`recomputed` on tensors of its own: which copies are left out, and what is computed again for them."""
+"""`recomputed` on plain tensors: which copies it drops, and what it computes again in their place."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from kvshift.layers.recompute import recomputed
 
 
 def outputs_of(x):
-    """A tensor in the layout of attention, (B, G, T, D), and how it is made of x, (B, T, G, D)."""
+    """Return a tensor in attention's layout, (B, G, T, D), and a function that recomputes it from x, (B, T, G, D)."""
     return (2 * x).transpose(1, 2), lambda: [2 * x.detach()]
 
 
@@ -38,7 +38,7 @@ def test_only_what_the_graph_says_is_a_copy_is_left_out(copy, left_out):
     output, function = outputs_of(x)
     expected = torch.autograd.grad(copy(output).square().sum(), x, retain_graph=True)
     with recomputed([output], lambda: made.append(None) or function(), [x]):
-        y = copy(output).square()  # keeps what `copy` returns
+        y = copy(output).square()  # saves the result of `copy`
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected[0])
     assert len(made) == left_out
 
@@ -47,7 +47,7 @@ def test_only_what_the_graph_says_is_a_copy_is_left_out(copy, left_out):
     "copy", [lambda x: x, lambda x: x.mT[:, 1:], lambda x: x.repeat_interleave(3, dim=1)], ids=itertools.count()
 )
 def test_what_was_left_out_has_its_second_derivative(copy):
-    """Autograd gives a tensor that was made again the place in the graph of the one that was left out."""
+    """In the graph, autograd puts the recomputed tensor in the place of the dropped one."""
     x = torch.randn(2, 5, 3, 7, dtype=torch.float64, requires_grad=True)
     made, results = [], []
     for leaves_out in (False, True):

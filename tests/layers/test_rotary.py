@@ -1,4 +1,4 @@
-"""Rotary embedding made together with the shift: the bits of one after the other, in one call or in many."""
+"""Rotary embedding together with the shift: the bits of separate steps, in one call or in many."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def state_of(batch: int, dtype: torch.dtype, rows: int = 1) -> ShiftState:
 
 
 def a_token(batch: int = 2, dtype: torch.dtype = torch.float32, angles: int = 2) -> dict[str, Any]:
-    """Of every sequence, with what it continues."""
+    """Return the arguments of a call with one token of every sequence, including the state."""
     given = dict(zip("qkv", inputs(batch, 1, dtype), strict=True))
     return given | {"state": state_of(batch, dtype), "rotary": tables(angles, 1, dtype)}
 
 
 def checked(layer: KVShift, **given: Any) -> tuple[Any, ...]:
-    """What the layer returns; it has the bits of eager operations."""
+    """Call the layer, check that its results have the bits of eager operations, and return them."""
     results, expected = layer(**given), layer(**given, backend="eager")
     for result, other in zip(results[:3], expected[:3], strict=True):
         assert torch.equal(result, other)
@@ -56,7 +56,7 @@ def checked(layer: KVShift, **given: Any) -> tuple[Any, ...]:
 
 @pytest.fixture
 def counted(monkeypatch) -> list:
-    """The calls that were taken as the next token of generation."""
+    """The calls that took the path for the next token of generation."""
     calls = []
 
     def count(*args, real=attention_inputs.next_token, **options):
@@ -96,17 +96,17 @@ def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets,
     batch, angles = rows
     layer = KVShift(G, ShiftOptions(targets=targets), num_heads=H).to(torch.promote_types(dtype, torch.float32))
     checked(layer, **a_token(batch, dtype, angles))
-    assert len(counted) == 1  # not the call of "eager"
+    assert len(counted) == 1  # "eager" does not take this path
 
 
 def same_rows(q: Tensor, k: Tensor, v: Tensor, state: ShiftState, rotary: Any) -> dict[str, Any]:
-    """Other strides, zeros where infinity stands, wider tables: still the next token."""
+    """Return other strides, infinities where coefficients are zero, and wider tables: still the next token."""
     q, rows = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, state.k))
     rows[0, 0, 1] = v[1, 0, 0] = torch.inf
     return {"q": q, "v": v, "state": ShiftState(rows, state.v, 1), "rotary": tables(2, 1, torch.float64)}
 
 
-# Changes of the arguments, and options of the layer; the first three are taken.
+# Changes of the arguments, and options of the layer; only the first three take the path for the next token.
 TAKEN: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "next token": (same_rows, {}),
     "gate": (lambda **_: {}, {"constraint": "gate"}),
@@ -119,7 +119,7 @@ TAKEN: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     ),
     "no state": (lambda **_: {"state": None}, {}),
     "gradients": (lambda **_: {}, {}),
-    "fewer queries": (lambda q, **_: {"q": q[:1], "rotary": tables(1, 1, torch.float32)}, {}),  # nothing else is read
+    "fewer queries": (lambda q, **_: {"q": q[:1], "rotary": tables(1, 1, torch.float32)}, {}),  # q is only rotated
     "fewer queries alone": (lambda q, **_: {"q": q[:1], "rotary": tables(1, 1, torch.float32)}, {"targets": ()}),
 }
 
@@ -163,13 +163,13 @@ CHANGES: dict[str, Callable[[KVShift, Tensor], Any]] = {
         (change, numbers)
         for change in CHANGES
         for numbers in ("others", "a zero", "no zero any more")
-        if (change, numbers) != ("by .data", "a zero")  # it is multiplied, until the next change
+        if (change, numbers) != ("by .data", "a zero")  # still multiplied, until the next change
     ],
 )
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
 @pytest.mark.parametrize("copied", [False, True], ids=["", "a copy"])
 def test_the_next_token_takes_the_coefficients_as_they_are_now(change, numbers, inference, copied, counted):
-    """What is cached from token to token are views, and whether a number is zero, which reads nothing."""
+    """Between tokens, the layer caches views of the coefficients and whether one is zero: a zero lag is not read."""
     with torch.inference_mode(inference), torch.no_grad():
         layer, given = KVShift(G), a_token()
         if numbers == "no zero any more":
@@ -200,7 +200,7 @@ def test_a_device_is_asked_once_whether_one_is_zero(monkeypatch):
     assert asked == [True] * 3
 
 
-# Of k, v and the rows of state for both.
+# Changes of k, v and the rows of state for both, with the error messages.
 DISAGREEMENTS: dict[str, tuple[Callable[..., Any], str]] = {
     "k of fewer rows": (lambda k, v, rows_k, rows_v: (k[:1], v, rows_k[:1], rows_v), "v must match k"),
     "v of fewer rows": (lambda k, v, rows_k, rows_v: (k, v[:1], rows_k, rows_v[:1]), "v must match k"),

@@ -1,4 +1,4 @@
-"""What cuts sequences into parts is seen in one process; `tests/models/test_sharded_sequences.py` has two."""
+"""Detection of sequence parallelism in one process; `tests/models/test_sharded_sequences.py` uses two."""
 
 import sys
 
@@ -16,7 +16,7 @@ from tests.layers.attention_cases import GQA, B, T, make, tokens
 
 @pytest.fixture
 def two(alone, monkeypatch):
-    """A process group of one, which says that there are two."""
+    """A process group of size 1 that reports a size of 2."""
     monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
     yield alone
     monkeypatch.undo()
@@ -43,7 +43,7 @@ def test_context_parallel_of_torch(two):
         pytest.raises(ValueError, match=r"KV shift is not supported with context parallelism \(torch\."),
     ):
         layer(x)
-    layer(x)  # no trace of it is left
+    layer(x)  # the context has left no trace
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_compiled_layer_refuses(two, monkeypatch):
         layer(tokens(B, T))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo instantiates them
 def test_a_compiled_layer_is_one_graph(two):
     torch.compiler.reset()  # a program that raised is not compiled again
     layer, x = make(GQA), tokens(B, T)

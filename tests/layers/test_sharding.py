@@ -1,4 +1,4 @@
-"""Sharded by FSDP2, the coefficients stay float32 parameters of their own."""
+"""Under FSDP2, the coefficients stay separate float32 parameters."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.layers.attention_cases import GQA, B, T, close, make, tokens
 
-# Queries that are not shifted come back as they are, a view of the projection; nothing edits them.
+# Queries that are not shifted are returned as a view of the projection; nothing modifies them.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 
 

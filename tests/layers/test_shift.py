@@ -1,4 +1,4 @@
-"""The layer that shifts: targets, splits, documents, decoding, errors."""
+"""`KVShift`: targets, splits, documents, decoding and errors."""
 
 import itertools
 
@@ -51,7 +51,7 @@ def test_targets_come_in_any_order_and_container():
     grad={"grad": True, "no_grad": False},
 )
 def test_every_split_equals_the_whole(targets, window, dtype, grad):
-    """The products are the same and are added in the same order: not a bit differs."""
+    """The same products are added in the same order, so no bit differs."""
     shift = layer(targets=targets, window=window)
     inputs = qkv(dtype=dtype)
     with torch.set_grad_enabled(grad):

@@ -27,12 +27,12 @@ def test_uniform_start_draws_all_but_the_last_and_sums_to_one(window):
         assert (drawn.mean(0) - 1 / 2).abs().max() < 6 * math.sqrt(1 / 12 / heads)
         assert (drawn.square().mean(0) - 1 / 3).abs().max() < 6 * math.sqrt(4 / 45 / heads)
     assert not torch.equal(shift.alpha, shift.beta)
-    assert (shift.alpha[:, -1] < 0).any() == (window > 2)  # with one number drawn the last lies in (0, 1] too
+    assert (shift.alpha[:, -1] < 0).any() == (window > 2)  # with one number drawn, the last lies in (0, 1], too
 
 
 def test_gate_draws_the_numbers_that_free_draws():
     free, gate = layer(seed=3), layer(seed=3, constraint="gate")
-    # a logit and its sigmoid: a few roundings of numbers below 1, magnified by the logit (below 14) at most
+    # A logit and its sigmoid take a few roundings of numbers below 1, magnified at most by the logit (below 14).
     torch.testing.assert_close(gate.coefficients(), free.coefficients(), rtol=0, atol=32 * 2**-24)
 
 
@@ -159,14 +159,14 @@ def through_data(shift: KVShift, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("cast", [replaced, through_data])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_makes_them_less_precise_is_told_of_once(dtype, cast, constraint):
-    """By loaders and optimizers that do not call the module: accelerate's, DeepSpeed's."""
+    """Loaders and optimizers that bypass the module's methods cast them, such as those of accelerate and DeepSpeed."""
     _warn_rounded.cache_clear()
     shift, inputs = layer(constraint=constraint), qkv(dtype=dtype)
     shift(*inputs)
     cast(shift, dtype)
     with pytest.warns(UserWarning, match=rf"coefficients of a KV shift are {dtype}: .* from_pretrained\("):
         shift(*inputs)
-    shift(*inputs)  # once is enough: pytest would raise another
+    shift(*inputs)  # no second warning: pytest would raise it
 
 
 def test_small_steps_move_the_coefficients_of_a_bfloat16_model():
@@ -236,7 +236,7 @@ def test_clamp_after_step_brings_the_parameters_back():
 
 
 def test_a_coefficient_outside_has_no_gradient_to_come_back_by():
-    """Why `clamp_after_step` exists; it brings them to 0 or 1, where they must have one."""
+    """This is why `clamp_after_step` exists: it moves them to 0 or 1, where they must have a gradient."""
     shift = clamp_layer([[0.5, 0.0], [1.5, 1.0], [-0.5, 3.0]])
     q, k, v = qkv()
     _, k_hat, _, _ = shift(q, k, v)

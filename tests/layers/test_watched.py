@@ -1,4 +1,4 @@
-"""Layers under tracers, transforms of functions and batches of gradients compute what they do otherwise."""
+"""Layers give the same results under tracers, function transforms and batches of gradients as without them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ B, T, H, G, D = 2, 3, 4, 2, 4
 
 @pytest.fixture(params=BACKENDS)
 def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What "auto" stands for, as KVSHIFT_BACKEND sets it."""
+    """The backend that "auto" stands for, as set by KVSHIFT_BACKEND."""
     monkeypatch.setattr(dispatch, "_AUTO", request.param)
     return request.param
 
@@ -39,10 +39,10 @@ def make(seed: int = 3, **options: Any) -> KVShiftAttention:
     return layer
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of PyTorch's attention
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # from PyTorch's attention
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"shift_targets": ("q", "k", "v")}], ids=str)
 def test_gradients_of_each_sample_are_those_of_each_alone(options, asked):
-    """And no element is missing: a jacobian by rows, by batches of gradients, and by a transform."""
+    """Per-sample gradients by `vmap(grad)` are complete and equal those of each sample alone."""
     layer = make(**options)
     parameters = dict(layer.named_parameters())
     samples = normal(5, B, T, 8)
@@ -63,7 +63,7 @@ def test_gradients_of_each_sample_are_those_of_each_alone(options, asked):
     recomputes={"": False, "recomputes": True},
 )
 def test_second_derivatives_are_those_of_transforms(options, bounded, recomputes, asked, monkeypatch):
-    """Of the norm of the gradient, as a gradient penalty has it; for each tensor by itself, as autograd prunes."""
+    """The gradient of a gradient penalty is taken for one tensor at a time, since autograd prunes the graph."""
     monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0} if recomputes else {"cpu": 2**40})
     layer = make(**options)
     where: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def test_second_derivatives_are_those_of_transforms(options, bounded, recomputes
         gradients = torch.func.grad(loss)(inputs)
         return sum(gradient.square().sum() for gradient in gradients.values())
 
-    with sdpa_kernel(SDPBackend.MATH):  # the others of PyTorch have no second derivative
+    with sdpa_kernel(SDPBackend.MATH):  # PyTorch's other implementations have no second derivative
         expected = torch.func.grad(penalty)(inputs)
         for name, tensor in inputs.items():
             first = torch.autograd.grad(loss(inputs), list(inputs.values()), create_graph=True)
@@ -91,7 +91,7 @@ def test_second_derivatives_are_those_of_transforms(options, bounded, recomputes
 def test_tangents_reach_keys_and_values_of_a_layer(asked):
     layer = make()
     x, tangent = normal(5, B, T, 8), normal(7, B, T, 8)
-    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):  # the others of PyTorch have no tangents
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):  # the others have no tangents
         out, _ = layer(forward_ad.make_dual(x, tangent))
         result = forward_ad.unpack_dual(out).tangent
     step = 1e-6
@@ -102,7 +102,7 @@ def test_tangents_reach_keys_and_values_of_a_layer(asked):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("tokens", [T, 1])
 def test_a_traced_layer_computes_what_the_layer_does(tokens, asked):
-    """One token with a state is decoding, which has a kernel of its own on a CPU."""
+    """One token with a state is decoding, which takes a different path."""
     layer = KVShift(G).requires_grad_(False)
     rotary = rotary_table(torch.arange(tokens)[None], D, 100.0, torch.float32)
 

@@ -1,4 +1,4 @@
-"""Tests of models are marked, but for those of the suite that checks any: `make test-oldest` runs the slow ones too."""
+"""Mark the tests of models, except those in check/; `make test-oldest` also runs the slow ones with this mark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks for marks
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:

@@ -1,4 +1,4 @@
-"""Every kind of model with KV shift, tiny: the contracts of this folder are parametrised over them by name."""
+"""Tiny models of every kind with KV shift: the contracts of this folder are parametrised over them by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .llama.tiny import tiny_model
 from .retrofit.tiny import shifted_gpt2
 from .retrofit.tiny_families import FAMILIES, shifted
 
-# The word of transformers 5.23, and of those before.
+# The name of this option in transformers 5.23, and in earlier versions.
 CHECKPOINTING = next(
     word for word in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, word)
 )
-Build = Callable[..., PreTrainedModel]  # of a dtype and options
+Build = Callable[..., PreTrainedModel]  # takes a dtype and options
 
 
 def baichuan(dtype: torch.dtype = torch.float32, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
@@ -56,7 +56,7 @@ MODELS: dict[str, Build] = {
     for build, variants in ((tiny_model, LLAMA), (shifted_gpt2, GPT2), (baichuan, BAICHUAN))
     for name, options in variants.items()
 }
-"""By what they are made of: each has formulas that it is compared with."""
+"""Models by name, each of which has formulas to compare with."""
 
 RETROFITTED: dict[str, Build] = {f"{family}, retrofitted": partial(shifted, family) for family in FAMILIES}
 """Models of transformers after `add_kv_shift`."""

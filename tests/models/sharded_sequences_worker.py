@@ -1,4 +1,4 @@
-"""One of two processes in which sequences are cut into parts: see `test_sharded_sequences.py`.
+"""The program of one of two processes that get parts of sequences, see `test_sharded_sequences.py`.
 
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 python -m tests.models.sharded_sequences_worker RENDEZVOUS FOLDER
 """
@@ -44,7 +44,7 @@ def refused(name: str) -> Iterator[None]:
 
 
 def configured(config: ParallelismConfig) -> Any:
-    """As an `Accelerator` of two processes leaves it."""
+    """Return a context in the state that an `Accelerator` of two processes leaves."""
 
     @contextmanager
     def state() -> Iterator[None]:
@@ -57,7 +57,7 @@ def configured(config: ParallelismConfig) -> Any:
 
 @contextmanager
 def ulysses() -> Iterator[None]:
-    """As `UlyssesSPAttentionHF.register_with_transformers` leaves it."""
+    """The state that `UlyssesSPAttentionHF.register_with_transformers` leaves."""
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def uattn_wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def ulysses() -> Iterator[None]:
 
 @contextmanager
 def module_wrapper(mesh: Any, ids: torch.Tensor) -> Iterator[None]:
-    """The newer form of context parallelism, which puts no function in the place of another."""
+    """The newer form of context parallelism, which does not replace functions."""
     experimental._context_parallel_shard(mesh, [ids], [1])
     experimental._enable_context_parallel_dispatcher()
     yield
@@ -79,7 +79,7 @@ def module_wrapper(mesh: Any, ids: torch.Tensor) -> Iterator[None]:
 
 
 class Layer(torch.nn.Module):
-    """A model of somebody's own around the layer of this package."""
+    """A user's model around the layer of this package."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def every_model_refuses() -> None:
     plain = tiny_model(shift_targets=())
     names = [name for name in MODELS | RETROFITTED if "no shift" not in name]
     for name, model in [*((name, (MODELS | RETROFITTED)[name]()) for name in names), ("layer", Layer())]:
-        model(ids)  # before, between and after, whole sequences are right
+        model(ids)  # whole sequences are right before, between and after
         part = ids.clone()
         with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1]), refused("context parallelism (torch."):
             assert part.shape == (2, T // 2)
@@ -108,7 +108,7 @@ def every_model_refuses() -> None:
         with ulysses(), refused("deepspeed.runtime.sequence_parallel.ulysses_sp"):
             model(ids)
         with configured(ParallelismConfig(sp_size=2)):
-            plain(ids)  # which shifts nothing
+            plain(ids)  # it shifts nothing
         with configured(ParallelismConfig(dp_replicate_size=2)):
             model(ids)
         model(ids)
@@ -116,11 +116,11 @@ def every_model_refuses() -> None:
 
 
 def trainer_is_refused(folder: Path) -> None:
-    """transformers' Trainer with context parallelism of accelerate: an error before the first step."""
+    """transformers' Trainer with accelerate's context parallelism raises an error before the first step."""
     model = shifted("Qwen3", torch.float32).train()
     rows = [{"input_ids": row, "labels": row} for row in random_tokens(8, T)]
     config = ParallelismConfig(cp_size=2)
-    config._validate_accelerator = lambda accelerator: None  # accelerate has it on GPUs alone
+    config._validate_accelerator = lambda accelerator: None  # accelerate supports it on GPUs only
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     arguments = TrainingArguments(
         str(folder / "out"),
@@ -150,4 +150,4 @@ def main(rendezvous: str, folder: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # gloo's threads of several groups do not always end in peace
+    os._exit(0)  # skip teardown: gloo's threads of several groups do not always end cleanly

@@ -1,4 +1,4 @@
-"""The cache as an object: whatever is done to its keys and values is done to the state of the shift too."""
+"""The cache as an object: every operation on its keys and values also applies to the state of the shift."""
 
 import copy
 
@@ -52,7 +52,7 @@ def test_pieces_of_a_sequence_equal_the_sequence_in_float32(options: dict, atten
 def test_any_pieces_of_any_sequences_with_drafts_in_between(
     options: dict, lengths: list[int], sizes: list[int], recorded: list[int]
 ):
-    """After every piece some tokens are drafted and taken back; each sequence still is as the reference has it."""
+    """After every piece, some tokens are drafted and cropped; each sequence still has the reference's logits."""
     model = tiny_model(torch.float64, **options)
     rows = [random_tokens(length, seed=length) for length in lengths]
     ids, mask = left_padded(rows)
@@ -86,12 +86,12 @@ def test_a_cache_without_configuration_is_made_fit(name: str, by_hand):
 
 @pytest.mark.parametrize("options", [VARIANTS[name] for name in VARIANTS if name != "no shift"], ids=str)
 def test_reset_begins_anew(options: dict):
-    """(Without shift the layers are transformers' own, which before version 5.17 kept their length.)"""
+    """(Without shift the layers are transformers' own, which did not reset their length before version 5.17.)"""
     model = tiny_model(torch.float64, **options)
     cache = filled(model, random_tokens(2, 8))
     cache.reset()
     assert cache.get_seq_length() == 0
-    row = random_tokens(1, 4, seed=1)  # of another batch size, too
+    row = random_tokens(1, 4, seed=1)  # another batch size, too
     logits_of(model, row, **{CACHE: cache})
     assert_next(model, row, cache, random_tokens(1, 1, seed=3))
 
@@ -190,7 +190,7 @@ def test_crop_deeper_than_the_record_raises_and_never_zeroes(options: dict):
     logits_of(model, row[:, 6:], **{CACHE: cache})
     with pytest.raises(RuntimeError, match=r"cannot crop 3 tokens"):
         cache.crop(-3)
-    cache.crop(-1)  # which ends the record
+    cache.crop(-1)  # this ends the record
     with pytest.raises(RuntimeError, match=r"cannot crop 1 tokens"):
         cache.crop(-1)
     assert_next(model, row[:, :7], cache, random_tokens(1, 1, seed=3))

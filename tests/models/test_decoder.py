@@ -1,6 +1,6 @@
-"""What every model with KV shift gives, in whatever way it is called: what the reference gives each sequence alone.
+"""Every model with KV shift, however it is called, gives the results of the reference for each sequence alone.
 
-The body serves another rotary family in a few lines: Arcee, as an example of how one is added.
+Arcee is an example of how a few lines add another rotary family.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ CHECKS: dict[str, Callable[[PreTrainedModel], None]] = {
     "documents": checks.check_documents,
     "documents continued": checks.check_documents_continued,
 }
-ABSOLUTE = "padding without position_ids"  # which a model with learned positions needs
+ABSOLUTE = "padding without position_ids"  # a model with learned positions needs them
 every_check = pytest.mark.parametrize("check", CHECKS)
 
 

@@ -1,4 +1,4 @@
-"""Attention masks that padding and documents are told from, and those that are refused because they cannot be."""
+"""Attention masks that determine padding and documents, and masks that are refused because they cannot."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_where_each_token_sees_the_one_before_it_the_row_is_one_document(mask: T
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_mask_of_booleans_is_the_mask_whose_numbers_are_added(attention: str):
-    """Transformers' eager attention adds 1 to the scores where it is True."""
+    """Transformers' eager attention adds a mask to the scores, with 1 for True."""
     number = torch.tensor([0, 0, 0, 1, 1, 1])
     mask = CAUSAL & (number[:, None] == number)
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
@@ -116,7 +116,7 @@ def test_documents_that_are_named_beside_a_mask_of_pairs_must_be_its_own():
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_mask_of_pairs_beside_a_cache(static: bool):
-    """Keys of a static cache stand at their positions, in front of space; no call begins with a new document."""
+    """Keys of a static cache are at their positions, followed by free space; no call begins with a new document."""
     model, ids = tiny_model(), random_tokens(2, 6)
     number = torch.tensor([0, 0, 1, 1, 1, 1])
     mask = torch.nn.functional.pad(CAUSAL & (number[:, None] == number), (0, 3 if static else 0))
@@ -160,7 +160,7 @@ FLASH: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize(("given", "right"), FLASH.values(), ids=FLASH)
 def test_flash_attention_would_separate_what_is_named(given: dict[str, Any], right: bool):
-    """It begins a document wherever position_ids are 0, if anywhere they do not increase by one."""
+    """It begins a document wherever position_ids are 0, unless they increase by one everywhere."""
     config = tiny_model().config
     config._attn_implementation = "flash_attention_2"
     embeds = torch.zeros(len(given["position_ids"]), 5, 42)
@@ -173,7 +173,7 @@ def test_flash_attention_would_separate_what_is_named(given: dict[str, Any], rig
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
 def test_attention_that_takes_no_mask_of_pairs_as_it_is_meant(attention: str):
-    """Transformers' flex attention reads the row of each batch entry in a mask that has one, and of one head alone."""
+    """Transformers' flex attention indexes a mask of one row by the batch entry, and reads only one head."""
     config = tiny_model().config
     config._attn_implementation = attention
     with pytest.raises(ValueError, match=f"two dimensions with attn_implementation='{attention}': eager and sdpa"):
@@ -183,7 +183,7 @@ def test_attention_that_takes_no_mask_of_pairs_as_it_is_meant(attention: str):
 @pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_of_documents_decide_and_not_positions(kind: str, name: str):
-    """One document whose positions skip, and two that position_ids do not tell apart; with a cache and without."""
+    """One document whose positions skip, and two that position_ids do not separate; with a cache and without."""
     model, ids = KINDS[kind](), random_tokens(1, 8)
     values = {
         "seq_idx": [torch.zeros(1, 8, dtype=torch.long), torch.tensor([[3, 3, 3, 3, 3, 1, 1, 1]])],
@@ -203,7 +203,7 @@ def test_names_of_documents_decide_and_not_positions(kind: str, name: str):
 
 
 def _by_pieces(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
-    """One document, token by token."""
+    """Return the logits of one document that is fed token by token."""
     store = DynamicCache(config=model.config)
     tokens = zip(ids.split(1, dim=1), positions.split(1, dim=1), strict=True)
     return torch.cat([logits_of(model, token, position_ids=at, **{CACHE: store}) for token, at in tokens], dim=1)

@@ -1,4 +1,4 @@
-"""`generate`: cached = not cached = each sequence alone by the reference, for greedy, beam and sampled decoding."""
+"""`generate`: cached = not cached = the reference for each sequence alone, for greedy, beam and sampled decoding."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_prompts_of_every_length_decode_as_the_reference(attention: str):
 
 
 def test_greedy_tokens_depend_on_the_coefficients(model):
-    """Otherwise the tests of this file would see nothing."""
+    """Otherwise the tests of this file could not fail."""
     prompt = random_tokens(11)
     weights = model.state_dict()
     without = {name: tensor for name, tensor in weights.items() if ".shift." not in name}
@@ -74,7 +74,7 @@ def test_sampling_draws_the_same_with_and_without_cache(model, options: dict):
     for extra in ({}, {"use_cache": False}, {"cache_implementation": "static"}, {"prefill_chunk_size": 2}):
         set_seed(5)
         drawn.append(new_tokens_of(model, ids, mask, **options, **extra))
-    assert len({tuple(row) for row in drawn[0].tolist()}) > 2  # the draws differ, so they say something
+    assert len({tuple(row) for row in drawn[0].tolist()}) > 2  # the draws differ, so equality is not trivial
     for other in drawn[1:]:
         torch.testing.assert_close(other, drawn[0], rtol=0, atol=0)
 
@@ -117,8 +117,11 @@ def test_padding_behind_tokens_is_not_cropped_from_a_window():
 
 
 def test_a_neighbour_padded_on_the_right_does_no_harm(model):
-    """The padded sequence itself is lost, and transformers warns: for any model it reads the first new token off the
-    padding and numbers the next ones from there. `check_right_padding` shows what to pass instead."""
+    """The right-padded sequence itself gets wrong tokens, and transformers warns.
+
+    For any model, it reads the first new token off the padding and numbers the next ones from there.
+    `check_right_padding` shows what to pass instead.
+    """
     rows = [random_tokens(length, seed=length) for length in (3, 9)]
     generated = new_tokens_of(model, *right_padded(rows))
     assert_greedy(model, rows[1:], generated[1:])
@@ -136,7 +139,7 @@ def test_a_conversation_continues_in_one_cache(options: dict):
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 5}], ids=["paper", "sliding"])
 def test_a_batch_continues_with_padding_between_its_messages(options: dict):
-    """Each turn is padded on the left, so padding stands in the middle of the sequences."""
+    """Each turn is padded on the left, so there is padding in the middle of the sequences."""
     model = tiny_model(torch.float64, **options)
     cache, rows = DynamicCache(config=model.config), [torch.empty(0, dtype=torch.long)] * 2
     ids = mask = torch.empty(2, 0, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Attention and the Llama model on a CUDA device: what they give on the CPU, through the Triton kernels."""
+"""Attention and the Llama model on a CUDA device give the CPU's results, through the Triton kernels."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.ops.device import DEVICE, MARKS, needs_cuda
 
 pytestmark = MARKS
 
-# Sums over 37 to 61 products in another order, in float32; gradients have passed through twice as many.
+# Sums over 37 to 61 products have a different order, in float32; gradients pass through twice as many.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 
 
 @pytest.fixture(autouse=True)
 def through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a CUDA device by themselves; and with algorithms whose sums have no order, as models usually run."""
+    """Use the Triton kernels, the default on a CUDA device, and nondeterministic algorithms, as models usually do."""
     torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(self_test, "_SWITCH", "0")  # whose launches would be counted
+    monkeypatch.setattr(self_test, "_SWITCH", "0")  # the self-test's launches would be counted
     if DEVICE.type != "cuda":
         monkeypatch.setattr(dispatch, "_AUTO", "triton")
     yield
@@ -38,7 +38,7 @@ def through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list of one number: how often shift and rotation were one launch."""
+    """A list whose only number counts the calls that fuse shift and rotation into one launch."""
     counted = [0]
 
     def path(*args: Any, real: Callable = attention_inputs.fused_path) -> str:
@@ -51,7 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def eagerly(call: Callable) -> Any:
-    """On the CPU, by PyTorch's operations."""
+    """Return the result of a call by PyTorch's operations, without kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "_AUTO", "eager")
         return call()
@@ -136,16 +136,17 @@ def test_a_model_trains(padded, launches):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=needs_cuda)])
 def test_a_compiled_model_trains(mode, monkeypatch):
-    """What `auto` is under torch.compile: the kernels, for keys and values, and those recomputed in backward.
+    """Under torch.compile, "auto" runs the kernels for keys and values, and again in backward to recompute them.
 
-    With as many KV heads as query heads, and of a size that attention's kernels know, or it would keep copies.
+    The model has as many KV heads as query heads and a head size that attention's kernels support; otherwise attention
+    would keep copies.
     """
     here: Any = tiny_model(num_key_value_heads=6, head_dim=16)
     there = deepcopy(here).to(DEVICE)
     compiled = torch.compile(there, mode=mode, fullgraph=True)
     real, forwards = triton_launch.kernels(), itertools.count()
     monkeypatch.setattr(triton_launch, "kernels", lambda: counting_forwards(real, forwards))
-    for seed in (1, 2):  # the second goes through what was compiled
+    for seed in (1, 2):  # the second uses the compiled code
         ids = torch.stack([random_tokens(11, seed=10 * seed + i) for i in range(2)])
 
         def train(call: Any, model: nn.Module, ids: Tensor) -> list[Tensor]:
@@ -169,7 +170,7 @@ def counting_forwards(kernels: SimpleNamespace, forwards: Iterator[int]) -> Simp
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_model_generates(cache):
-    """Greedily, what the model on the CPU generates."""
+    """Greedy generation gives the tokens of the model on the CPU."""
     here: Any = tiny_model()
     there = deepcopy(here).to(DEVICE)
     ids = random_tokens(2, 5)
@@ -185,7 +186,7 @@ def test_a_model_generates(cache):
 @needs_cuda
 @pytest.mark.slow
 def test_a_model_generates_through_a_compiler_and_cuda_graphs():
-    """What transformers makes of a static cache by default."""
+    """This is the default of transformers with a static cache."""
     here: Any = tiny_model()
     there = deepcopy(here).to(DEVICE)
     ids = random_tokens(2, 5)

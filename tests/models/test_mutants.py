@@ -1,6 +1,6 @@
 """Negative controls: the checks of `test_decoder.py` must fail on a model with a fault.
 
-Each fault was, or could well have been, real. Those that `check_model` finds too are in `check/mutants.py`.
+Each fault was real, or could well have been. Those that `check_model` finds, too, are in `check/mutants.py`.
 """
 
 import functools
@@ -20,7 +20,7 @@ from .test_decoder import ABSOLUTE, CHECKS
 
 
 def state_written_once(patch: Patch) -> None:
-    """The state stays that of the prompt."""
+    """Keep the state of the prompt."""
 
     def write(self: ShiftCacheLayer, state: ShiftState) -> None:
         if self.shift_state is None:
@@ -99,7 +99,7 @@ CASES = [
 
 @functools.cache
 def assert_sound(name: str, check: str) -> None:
-    """Of the model without a fault, once for all mutants."""
+    """Run the check on the model without a fault, once for all mutants."""
     CHECKS[check](MODELS[name](torch.float64))
 
 

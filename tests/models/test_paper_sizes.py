@@ -1,12 +1,12 @@
-"""The paper's sizes: buildable without memory, with the parameter counts of its tables."""
+"""The paper's sizes can be built without memory, with the parameter counts of its tables."""
 
 import pytest
 import torch
 
 from kvshift.models.llama import SIZES, KVShiftLlamaForCausalLM, size_config
 
-# Non-embedding and total parameters without shift, as the paper names its models, and what the shift adds:
-# four numbers for each KV head of each layer.
+# Non-embedding and total parameters without shift, for the paper's names of its models, and those that the shift
+# adds: four numbers for each KV head of each layer.
 COUNTS = {
     "0.2B": (103_937_280, 142_570_752, 192),
     "1.5B": (1.417e9, 1.564e9, 1_792),
@@ -40,7 +40,7 @@ def test_head_size_is_128_in_the_large_models_and_64_in_the_small() -> None:
 
 
 def test_the_base_of_rope() -> None:
-    """The paper's Table 16 has that of the large models, BlaGPT's configuration at commit e2c2d98 that of the small."""
+    """The paper's Table 16 has it for the large models, BlaGPT's configuration at commit e2c2d98 for the small one."""
     found = {name: size_config(name).rope_parameters["rope_theta"] for name in SIZES}
     assert found == dict.fromkeys(SIZES, 100_000.0) | {"0.2B": 10_000.0}
 

@@ -1,4 +1,4 @@
-"""Training keeps, for each token, what it keeps without a shift, and its gradients keep every bit."""
+"""Training saves as much per token as without a shift, and its gradients have the same bits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -60,7 +60,7 @@ def batches():
 
 def gradients(model, inputs):
     model.zero_grad()
-    torch.manual_seed(0)  # of dropout
+    torch.manual_seed(0)  # for dropout
     model(**inputs, use_cache=False).logits.square().sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -80,7 +80,8 @@ def test_gradients_keep_every_bit(name, dtype, attention, batch, keep_all, monke
     )
     actual = gradients(model, inputs)
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-    # Two layers. On a CPU matmul, with dropout that of the fused attention too, copies what lies across its batches.
+    # There are two layers. On a CPU, matmul copies operands that are strided across its batches, also that of sdpa with
+    # dropout.
     assert len(calls) == 2 * 2 or attention == "eager" or name in ("gpt2-dropout", "gpt2-upcast")
 
 
@@ -105,7 +106,7 @@ def test_a_token_keeps_what_it_keeps_without_a_shift(name, dtype, autocast):
 
 
 def test_a_cache_takes_copies(keep_all):
-    """Attention keeps those of the cache, whose memory is another."""
+    """Attention saves the copies in the cache, which are in other memory."""
     model, ids = tiny_model().train(), random_tokens(2, 11)
 
     def run():
@@ -126,7 +127,7 @@ def test_one_plan_serves_all_layers_and_their_recomputation(batch, monkeypatch):
         assert len(made) == calls
     with torch.no_grad():
         model(**batches()[batch], use_cache=False)
-    assert [plan.readers is not None for plan in made] == [True, True, False]  # where there are gradients
+    assert [plan.readers is not None for plan in made] == [True, True, False]  # only calls with gradients need readers
 
 
 def test_a_plan_is_shared_by_the_same_tensors_alone():

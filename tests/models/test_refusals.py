@@ -1,4 +1,4 @@
-"""What cannot be right is refused before it is begun, with the reason."""
+"""Calls that cannot be right are refused before they begin, with the reason."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("model", ["Llama", "GPT-2"], indirect=True)
 
 @pytest.fixture
 def no_forward(model, monkeypatch):
-    """Fails a test in which the model is run."""
+    """Fail the test if the model runs."""
 
     def forward(*args, **kwargs):
         raise AssertionError("refused too late: the model ran")
@@ -91,7 +91,7 @@ def test_quantized_caches(model):
 
 @both
 def test_quantized_caches_by_hand(model):
-    cache = object.__new__(QuantizedCache)  # a backend for its layers need not be installed
+    cache = object.__new__(QuantizedCache)  # no backend for its layers needs to be installed
     Cache.__init__(cache, layers=[])
     with pytest.raises(ValueError, match=f"{CACHE} is a QuantizedCache"):
         model(random_tokens(1, 5), **{CACHE: cache})
@@ -150,14 +150,14 @@ def recording_cache(model) -> DynamicCache:
 
 @both
 def test_a_recording_cache_refuses_padding_behind_a_token(model):
-    """`crop` counts positions, and would take back padding instead of tokens."""
+    """`crop` counts positions, so it would take back padding instead of tokens."""
     ids, mask = right_padded([random_tokens(3), random_tokens(7)])
     with pytest.raises(ValueError, match=r"attention_mask must be padded on the left .* padding after a token"):
         model(ids, attention_mask=mask, **{CACHE: recording_cache(model)})
     cache = recording_cache(model)
     model(random_tokens(2, 4), **{CACHE: cache})
     ids, mask = left_padded([random_tokens(3), random_tokens(7)])
-    mask = torch.cat([torch.ones(2, 4, dtype=mask.dtype), mask], dim=1)  # behind tokens of the turn before
+    mask = torch.cat([torch.ones(2, 4, dtype=mask.dtype), mask], dim=1)  # after tokens of the previous turn
     with pytest.raises(ValueError, match=r"padding after a token"):
         model(ids, attention_mask=mask, **{CACHE: cache})
 
@@ -225,7 +225,7 @@ def test_documents_in_a_prompt_that_is_fed_in_chunks(model):
     options = {"prefill_chunk_size": 2, "max_new_tokens": 2}
     with pytest.raises(ValueError, match="prefill_chunk_size cannot be used with position_ids that begin again"):
         new_tokens_of(model, random_tokens(1, 5), position_ids=RESTART, **options)
-    with pytest.raises(AssertionError, match="the model ran"):  # padding begins no document
+    with pytest.raises(AssertionError, match="the model ran"):  # padding does not begin a document
         new_tokens_of(model, *left_padded([random_tokens(5), random_tokens(3)]), **options)
 
 
@@ -243,7 +243,7 @@ def test_documents_in_a_cache_that_cannot_keep_where_the_last_began():
     with pytest.raises(ValueError, match=f"{CACHE} cannot keep where the last of several documents in a row"):
         model(random_tokens(1, 5), **{CACHE: cache}, position_ids=RESTART)
     cache = LlamaForCausalLM(LlamaConfig(**SIZES))(random_tokens(1, 5)).past_key_values
-    model(random_tokens(1, 5), **{CACHE: cache})  # without documents, it takes what Llama takes
+    model(random_tokens(1, 5), **{CACHE: cache})  # without documents, it accepts what Llama accepts
     with pytest.raises(ValueError, match=f"{CACHE} cannot keep where the last of several documents in a row"):
         model(random_tokens(1, 5), **{CACHE: cache}, position_ids=RESTART)
 
@@ -289,7 +289,7 @@ FLASH_CALLS = {
 
 @pytest.mark.parametrize(("inputs", "named"), FLASH_CALLS.values(), ids=FLASH_CALLS.keys())
 def test_flash_attention_refuses_documents_that_it_would_not_separate(inputs: dict, named: bool):
-    """Of the masks alone: flash attention itself needs a GPU."""
+    """Tests only the masks: flash attention itself needs a GPU."""
     config = tiny_model().config
     config._attn_implementation = "flash_attention_2"
     inputs = {"attention_mask": None, **inputs}

@@ -1,4 +1,4 @@
-"""Saving and loading: bit for bit, under names that do not change."""
+"""Saving and loading keep every bit, under names that do not change."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from .registry import MODELS, RETROFITTED
 from .retrofit.tiny import shifted_gpt2, tiny_gpt2
 from .retrofit.tiny_families import FAMILIES, shifted
 
-# How a model of each name is saved and loaded is checked for these besides those of the registry.
+# Models whose saving and loading are tested: those of the registry, and some more.
 SHIFT = {"targets": ("q", "k", "v"), "window": 3, "constraint": "clamp"}
 ALL: dict[str, Callable[..., PreTrainedModel]] = {
     **MODELS,
@@ -42,7 +42,7 @@ FIELDS = ("shift_targets", "shift_window", "shift_constraint", "shift_init", "la
 
 
 def stock_classes(model: PreTrainedModel) -> list[Any]:
-    """Transformers' own classes of the model and of its decoder."""
+    """Return transformers' own classes of the model and of its decoder."""
     family = getattr(type(model), "family", None)
     both = type(model), type(model.base_model)
     return [] if family is None else [plain for plain, own in family.models.items() if own in both]
@@ -69,7 +69,7 @@ def test_a_saved_model_is_the_same_bit_for_bit(tmp_path, name: str):
         assert [getattr(loaded.config, field, None) for field in FIELDS] == [
             getattr(model.config, field, None) for field in FIELDS
         ]
-    if model.config.shift_targets:  # which transformers' own class would leave out
+    if model.config.shift_targets:  # transformers' own class would drop the shift
         for plain in stock_classes(model):
             with pytest.raises(StrictDataclassFieldValidationError, match=r"kv_shift: load it with kvshift\.models"):
                 plain.from_pretrained(tmp_path)
@@ -125,7 +125,7 @@ def test_a_model_on_the_meta_device_costs_nothing_and_can_be_filled(name: str):
     assert all(parameter.is_meta for parameter in empty.parameters())
     assert {n: t.shape for n, t in empty.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
     empty.load_state_dict(model.state_dict(), assign=True)
-    if name == "GPT-2":  # whose buffers are in no state dict but made from the configuration: Llama's rotary angles
+    if name == "GPT-2":  # Llama's rotary angles are buffers that no state dict holds
         torch.testing.assert_close(logits_of(empty.eval(), ids), logits_of(model, ids), rtol=0, atol=0)
     filled = type(model)(model.config).eval()
     filled.load_state_dict(model.state_dict(), assign=True)
@@ -146,7 +146,7 @@ def test_names_of_the_parameters_are_those_of_gpt2_and_the_coefficients():
     assert shifted == plain | coefficients
 
 
-# Parameters and shapes of the model below. To change one is to break every checkpoint: it needs a migration.
+# Parameters and shapes of the model below. Changing one breaks every checkpoint and needs a migration.
 NAMES = {
     "model.embed_tokens.weight": (61, 42),
     "model.layers.0.input_layernorm.weight": (42,),
@@ -199,7 +199,7 @@ def test_names_of_the_coefficients_are_frozen(options: dict, names: dict):
 
 
 def test_the_mark_of_a_saved_configuration_stays_out_of_the_loaded_one(tmp_path):
-    """Folders from before there was a mark are read as they were, and fields may be changed as they are loaded."""
+    """Folders written without the mark load as before, and fields can be changed while loading."""
     tiny_config(use_cache=False).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     marked = json.loads(path.read_text())

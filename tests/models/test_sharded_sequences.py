@@ -1,4 +1,4 @@
-"""Two processes that get parts of sequences: every model with a shift refuses them by name."""
+"""In two processes that get parts of sequences, every model with a shift raises an error that names the reason."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""KV shift in a trained Llama: no change at first, and every way to decode gives what the uncached model gives."""
+"""KV shift in a trained Llama: no change at first, and every way of decoding gives the uncached model's results."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_a_hundred_greedy_tokens_of_twenty_prompts():
 
 
 def norm_in_float64(self: LlamaRMSNorm, hidden_states: Tensor) -> Tensor:
-    """Transformers' own rounds to float32 whatever the dtype, which 30 layers make 1e-5 of."""
+    """Compute in float64; transformers' own norm rounds to float32, which 30 layers amplify to 1e-5."""
     return F.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.variance_epsilon)
 
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
-    """In float64, with coefficients a little off the identity, as training leaves them: each (1, 0) + N(0, 0.1)."""
+    """A float64 model with coefficients slightly off the identity, as after training: each (1, 0) + N(0, 0.1)."""
     model = add_kv_shift(stock(torch.float64))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -66,14 +66,14 @@ SOME = TEXTS[0], TEXTS[2], TEXTS[15], TEXTS[4]
 
 
 def check(model: Any, prompt: Tensor, generated: Any, row: int = 0) -> None:
-    """Tokens and logits of `generate` are those of the uncached model on prompt and continuation alone."""
+    """Check that `generate` gives the tokens and logits of the uncached model on this prompt and continuation alone."""
     length = generated.sequences.shape[1] - len(generated.logits)
     tokens = generated.sequences[row, length:]
     with torch.no_grad():
         logits = model(torch.cat([prompt, tokens[None]], dim=1), use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
     ends = (tokens == model.generation_config.eos_token_id).nonzero()
-    until = int(ends[0]) + 1 if len(ends) else len(tokens)  # what follows the end is padding
-    found = torch.stack([step[row] for step in generated.logits])  # which transformers rounds to float32
+    until = int(ends[0]) + 1 if len(ends) else len(tokens)  # the rest is padding
+    found = torch.stack([step[row] for step in generated.logits])  # transformers rounds these to float32
     torch.testing.assert_close(found[:until], logits[:until].float(), rtol=2.5e-7, atol=1e-7)
     assert tokens[:until].tolist() == logits[:until].argmax(-1).tolist()
 
@@ -101,7 +101,7 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
 def test_caches(model, cache: dict):
     given = encoded(SOME)
-    if "prefill_chunk_size" in cache:  # which transformers takes without padding alone
+    if "prefill_chunk_size" in cache:  # transformers supports it only without padding
         for text in SOME[:3]:
             check(model, alone(text), generate(model, alone(text), **cache))
         return
@@ -112,7 +112,7 @@ def test_caches(model, cache: dict):
 
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 def test_beams(model, cache: dict):
-    """A batch with a cache gives the beams of each prompt alone without one."""
+    """A batch with a cache gives the beams of each prompt alone without a cache."""
     given = encoded(SOME[:3])
     options = {"do_sample": False, "num_beams": 3, "max_new_tokens": 8, "return_dict_in_generate": True}
     found = model.generate(**given, output_scores=True, **options, **cache)

@@ -38,7 +38,7 @@ def batches() -> dict[str, dict[str, Tensor]]:
 
 def gradients_of(model: torch.nn.Module, batch: dict[str, Tensor], **inputs: Any) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
-    torch.manual_seed(2)  # of dropout
+    torch.manual_seed(2)  # for dropout
     model(**batch, labels=batch["input_ids"], **inputs).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -50,7 +50,7 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], **toleranc
 
 
 ALL_AT_ONCE = {"shift_targets": ["q", "k", "v"], "shift_window": 3, "qk_norm": True, "sliding_window": 7}
-GRADIENTS = {  # in which a float64 model of Llama's float32 norms and angles is not far from the formulas
+GRADIENTS = {  # models that stay close to the formulas despite Llama's float32 norms and angles
     "Llama, all at once": ((11,), partial(tiny_model, **ALL_AT_ONCE)),
     **{name: ((5, 1, 7, 2), MODELS[name]) for name in MODELS if "Llama" in name and "alone" not in name},
     **{name: ((11,), MODELS[name]) for name in MODELS if "GPT-2" in name},
@@ -82,18 +82,18 @@ def test_gradient_checkpointing_changes_no_bit(name: str, reentrant: bool, batch
     model = ALL[name](torch.float32).train()
     expected = gradients_of(model, batch, use_cache=False)
     getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
-    model.enable_input_require_grads()  # without which reentrant checkpoints have no gradient
+    model.enable_input_require_grads()  # reentrant checkpoints have no gradient without it
     calls = []
     next(module for module in model.modules() if isinstance(module, KVShift)).register_forward_hook(
         lambda *_: calls.append(1)
     )
     assert_equal(gradients_of(model, batch), expected, rtol=0, atol=0)
-    assert len(calls) == 2  # once forward, once again backward
+    assert len(calls) == 2  # once in forward, once in backward
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_that_nobody_asked_for_does_not_change_training(name: str):
-    """`use_cache` is on by default in a configuration. (A cache changes the layout of keys: GPT-2's rounding too.)"""
+    """Configurations have `use_cache` on by default. (A cache changes the layout of keys, and so GPT-2's rounding.)"""
     model, batch = MODELS[name](torch.float64).train(), batches()["padded rows"]
     got, expected = gradients_of(model, batch), gradients_of(model, batch, use_cache=False)
     for parameter, gradient in got.items():
@@ -111,13 +111,13 @@ def test_a_cache_that_nobody_asked_for_does_not_change_training(name: str):
         ("GPT-2", "whole rows"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # from torch
 @pytest.mark.slow
 def test_a_compiled_step_has_no_graph_break(name: str, batch: str):
     torch._dynamo.reset()
     model, inputs = ALL[name](torch.float32), dict(batches()[batch], use_cache=False)
     model.train(name != "GPT-2")
-    if name != "GPT-2":  # whose loss writes to a log
+    if name != "GPT-2":  # GPT-2's loss writes to a log
         inputs["labels"] = inputs["input_ids"]
 
     def gradients(call: Callable) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ TRAINED: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def trained(tmp_path, steps: int, *, resume: bool = False, name: str = "Llama", **arguments: Any) -> PreTrainedModel:
-    """A few steps of transformers' Trainer, on always the same random sequences."""
+    """Train for a few steps with transformers' Trainer, always on the same random sequences, and return the model."""
     set_seed(11)
     model = TRAINED[name]().train()
     rows = [{"input_ids": row, "labels": row} for row in random_tokens(16, 12)]
@@ -286,7 +286,7 @@ class TestBfloat16:
             if name in before:
                 moved = (parameter - before[name]).abs()
                 assert (moved > 1e-6).all(), name
-                assert (moved < 2e-4).all(), name  # so little that in bfloat16 most would not have moved at all
+                assert (moved < 2e-4).all(), name  # so little that most bfloat16 numbers would not move
 
     def test_pieces_of_a_sequence_are_as_near_to_float32_as_the_sequence(self):
         model, ids = self.model(), random_tokens(1, 9)

@@ -1,4 +1,4 @@
-"""Versions of transformers: which are allowed, what they call the cache, and that nothing goes wrong without a word."""
+"""Versions of transformers: those allowed, their name for the cache, and errors instead of silent failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model(name: str) -> PreTrainedModel:
 
 
 def requirements() -> list[Requirement]:
-    """All of pyproject.toml, those of the extras included."""
+    """Return all requirements of pyproject.toml, including those of the extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return [
         Requirement(line)
@@ -160,7 +160,7 @@ def test_two_caches_are_refused(name: str, model: PreTrainedModel):
 
 
 def forgetful(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of the `update` of a layer of a cache: it returns what it was given, and keeps nothing."""
+    """Return the new keys and values without storing them, in place of the `update` of a cache's layer."""
     if not self.is_initialized:
         self.lazy_initialization(key_states, value_states)
     return key_states, value_states
@@ -179,7 +179,7 @@ def test_a_cache_that_forgets_is_an_error(name: str, model: PreTrainedModel, mon
 def test_a_cache_that_does_not_reach_the_attention_is_an_error(
     family: str, static: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """As under a version that renamed the argument once more: the layers hand on everything but the cache."""
+    """A version that renames the argument again would have this effect: the layers pass on everything but the cache."""
     model = shifted(family)
     (attention,) = {type(module) for module in model.modules() if hasattr(module, "shift")}
     monkeypatch.setattr(attention, "forward", without_cache(attention.forward))
@@ -211,7 +211,7 @@ def without_cache(forward: Callable) -> Callable:
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3", "GPT-2"])
 def test_generation_in_training_with_gradient_checkpointing(family: str):
-    """Where transformers keeps the cache from layers that are checkpointed, a token alone would be fed to them."""
+    """If transformers withholds the cache from checkpointed layers, they would get a single token without its past."""
     model, ids = shifted(family), random_tokens(1, 6)
     model.config.attn_pdrop = model.config.embd_pdrop = model.config.resid_pdrop = 0.0
     for module in model.modules():

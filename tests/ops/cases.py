@@ -1,4 +1,4 @@
-"""Calls of the operator to test: random ones, with any strides, and what comes out of them.
+"""Random calls of the operator with various strides, and their outcomes.
 
 Shapes: B batch, T positions, S sequences, R rows of state, G KV heads, D head size, W window.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 from kvshift.ops import ShiftState, kv_shift
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-SUMS = ("gradient of alpha", "gradient of beta")  # over all tokens, in an order that is a backend's own
+SUMS = ("gradient of alpha", "gradient of beta")  # sums over all tokens, whose order depends on the backend
 LAYOUTS = ("plain", "fused", "heads first", "every other")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `kv_shift`, and the gradients that come back to its four results."""
+    """One call of `kv_shift` and the upstream gradients of its four results."""
 
     k: Tensor
     v: Tensor
@@ -43,12 +43,12 @@ class Case:
         return {"cu_seqlens": self.cu_seqlens, "seq_idx": self.seq_idx, "mask": self.mask}
 
     def leaves(self) -> dict[str, Tensor]:
-        """What may need a gradient, by name."""
+        """Return the tensors that may need a gradient, by name."""
         leaves = {"k": self.k, "v": self.v, "alpha": self.alpha, "beta": self.beta}
         return leaves if self.state is None else leaves | {"state.k": self.state.k, "state.v": self.state.v}
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Case:
-        """The same call with `fn` applied to every tensor of numbers."""
+        """Return the same call with `fn` applied to every floating-point tensor."""
         state = self.state and ShiftState(fn(self.state.k), fn(self.state.v), self.state.max_rows)
         k, v, alpha, beta = map(fn, (self.k, self.v, self.alpha, self.beta))
         return replace(self, k=k, v=v, alpha=alpha, beta=beta, state=state, grads=tuple(map(fn, self.grads)))
@@ -72,7 +72,12 @@ def random_case(
     layout: str = "plain",
     grad_layout: str = "plain",
 ) -> Case:
-    """Normal numbers of `dtype`; a state of `rows` rows, or none; `lengths` pack that many into one batch entry."""
+    """Return a call with normally distributed numbers of `dtype`.
+
+    Args:
+        rows: Rows of the state; None for no state.
+        lengths: Lengths of the sequences that one batch entry packs; None for a batch without packing.
+    """
     normal = normal_numbers(seed, dtype)
     if lengths is not None:
         batch, positions = 1, sum(lengths)
@@ -100,7 +105,7 @@ def random_case(
 
 
 def normal_numbers(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """normal(*shape): numbers that follow one another for a seed, in `dtype` or the one that is given as dtype=."""
+    """Return normal(*shape, dtype=dtype), which draws the next numbers of a sequence that depends on the seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -110,12 +115,12 @@ def normal_numbers(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def boundaries(lengths: Sequence[int]) -> Tensor:
-    """The `cu_seqlens` of sequences of these lengths."""
+    """Return the `cu_seqlens` of sequences of these lengths."""
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
-    """The same numbers with other strides; the memory between them holds NaN."""
+    """Return the same numbers with other strides; the memory between them holds NaN."""
     if layout == "plain":
         return x
     if layout == "heads first":
@@ -124,7 +129,7 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
         wide = x.new_full((x.shape[0], 2 * x.shape[1], *x.shape[2:]), torch.nan)
         wide[:, ::2] = x
         return wide[:, ::2]
-    assert layout == "fused"  # a slice of one projection to queries, keys and values
+    assert layout == "fused"  # a slice of a joint projection to queries, keys and values
     width = x.shape[2] * x.shape[3]
     wide = x.new_full((*x.shape[:2], 3 + width + 2), torch.nan)
     wide[..., 3 : 3 + width] = x.flatten(2)
@@ -132,16 +137,16 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 
 
 def spread(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """One number seen everywhere, with strides of zero: what `.sum()` sends back."""
+    """Expand a single number to `shape` with strides of zero, like the gradient of `.sum()`."""
     return x.reshape(()).expand(shape)
 
 
 def outcome(case: Case, backend: str, *, through_state: bool = True, op: Callable = kv_shift) -> dict[str, Tensor]:
-    """Everything that a call gives, by name: results, new state, and the gradients of all inputs.
+    """Return all results of a call, by name: outputs, new state, and the gradients of all inputs.
 
     Args:
-        through_state: let gradients come back through the new state as well.
-        op: `kv_shift`, or what a compiler made of it.
+        through_state: Whether gradients also flow back through the new state.
+        op: `kv_shift` or a compiled version of it.
     """
     case = case.map(lambda x: x.detach())
     leaves = case.leaves()
@@ -150,7 +155,7 @@ def outcome(case: Case, backend: str, *, through_state: bool = True, op: Callabl
     k_hat, v_hat, new_state = case.call(backend, op)
     results = {"k_hat": k_hat, "v_hat": v_hat, "new_state.k": new_state.k, "new_state.v": new_state.v}
     weighted = list(zip(results.values(), case.grads, strict=True))[: 4 if through_state else 2]
-    outputs = [(y, g) for y, g in weighted if y.requires_grad]  # no token, no graph
+    outputs = [(y, g) for y, g in weighted if y.requires_grad]  # no tokens, no graph
     gradients = {f"gradient of {name}": torch.zeros_like(leaf) for name, leaf in leaves.items()}
     if outputs:
         inputs = list(leaves.values())
@@ -161,7 +166,7 @@ def outcome(case: Case, backend: str, *, through_state: bool = True, op: Callabl
 
 
 def assert_same_bits(results: dict[str, Tensor], expected: dict[str, Tensor], *, but: Sequence[str] = ()) -> None:
-    """Of everything that a call gives, but for the results of these names."""
+    """Compare all results of a call, except those named in `but`."""
     for name, result in results.items():
         if name not in but:
             assert torch.equal(result, expected[name]), name

@@ -1,6 +1,6 @@
-"""What the operator promises, as functions: the tests call them, and so does the test that the tests can see.
+"""The operator's promises as functions, which the tests call.
 
-Each raises AssertionError where `backend` breaks the promise; `test_mutants.py` breaks every one of them.
+Each raises AssertionError if `backend` breaks the promise; `test_mutants.py` breaks every one of them.
 
 Shapes: B batch, T positions, S sequences, R rows of state, G KV heads, D head size, W window.
 """
@@ -20,11 +20,11 @@ from kvshift.ops.shift import with_plan
 
 from .cases import Case, boundaries, outcome, random_case
 
-LENGTHS = [3, 0, 1, 5, 1, 2]  # of packed sequences, an empty one and single tokens among them
+LENGTHS = [3, 0, 1, 5, 1, 2]  # lengths of packed sequences, including an empty one and single tokens
 
 
 def check_hand_worked_values(backend: str) -> None:
-    """Two heads of one number each; window 3; integers, so that nothing is rounded.
+    """Two heads with one number each and window 3; integers, so nothing is rounded.
 
     head 0: k = 1, 2, 3, 4    alpha = (1, 10, 100)    before: 7, 8      v = 5, 6, 7, 8    beta = (1, -1, 0)
     head 1: k = 9, 8, 7, 6    alpha = (2, 0, -1)      before: 3, 5      v = 1, 0, 2, 0    beta = (0, 3, 1)
@@ -61,7 +61,7 @@ def check_hand_worked_values(backend: str) -> None:
         "gradient of alpha": [[11, 15, 11], [11, 7, 0]],
         # lag 0: 5 + 6 + 8, 2*1 + 0; lag 1: 2 + 5 + 7, 2*6 + 2; lag 2: 4 + 2 + 6, 2*2 + 0
         "gradient of beta": [[19, 14, 12], [2, 14, 4]],
-        # the older row of state is read by position 0 (lag 2), the newer by 0 (lag 1) and 1 (lag 2)
+        # position 0 reads the older row of state (lag 2); positions 0 (lag 1) and 1 (lag 2) read the newer
         "gradient of state.k": [[100, -1], [10, -1]],
         "gradient of state.v": [[0, 2], [-1, 6]],
     }
@@ -70,7 +70,7 @@ def check_hand_worked_values(backend: str) -> None:
 
 
 def check_gradient_of_one_result_reaches(case: Case, backend: str) -> None:
-    """Causality: k_hat[t] depends on k[s] where s is one of the W tokens up to t, and nowhere else."""
+    """Causality: k_hat[t] depends on k[s] if s is one of the W tokens up to t, and on no other."""
     positions = case.k.shape[1]
     for t in range(positions):
         picked = case.k.new_zeros(case.k.shape)
@@ -82,10 +82,10 @@ def check_gradient_of_one_result_reaches(case: Case, backend: str) -> None:
 
 
 def check_documents_do_not_touch(case: Case, backend: str, documents: Sequence[slice], content: float) -> None:
-    """Whatever the last token of each document becomes, every bit of every other document stays.
+    """Changing the last token of a document leaves every bit of all other documents unchanged.
 
-    `content` replaces its key, its value and the gradients of its results. The coefficients are shared by all
-    documents, so theirs are another matter.
+    `content` replaces the token's key and value and the gradients of its results. The gradients of the coefficients are
+    not compared: all documents share them.
     """
     before = outcome(case, backend)
     for changed, document in enumerate(documents):
@@ -103,7 +103,7 @@ def check_documents_do_not_touch(case: Case, backend: str, documents: Sequence[s
             for other, span in enumerate(documents):
                 if other != changed:
                     assert torch.equal(after[name][:, span], before[name][:, span]), (name, changed, other)
-        if case.cu_seqlens is not None:  # a state for each sequence
+        if case.cu_seqlens is not None:  # each sequence has a state
             others = [s for s in range(len(documents)) if s != changed]
             for name in after:
                 if "state" in name:
@@ -111,7 +111,7 @@ def check_documents_do_not_touch(case: Case, backend: str, documents: Sequence[s
 
 
 def check_pack_is_its_sequences(case: Case, backend: str, lengths: Sequence[int]) -> None:
-    """A pack gives what each of its sequences gives alone, bit for bit: results, state, gradients."""
+    """A pack gives bit for bit the results, states and gradients of its sequences computed separately."""
     packed = outcome(case, backend)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     shared = torch.zeros_like(case.alpha, dtype=torch.float64), torch.zeros_like(case.beta, dtype=torch.float64)
@@ -137,9 +137,9 @@ def check_pack_is_its_sequences(case: Case, backend: str, lengths: Sequence[int]
 
 
 def check_pieces_are_the_whole(case: Case, backend: str, *ways: Sequence[int]) -> None:
-    """A sequence fed in pieces, the state passed on, gives every bit of the sequence fed whole.
+    """A sequence fed in pieces, with the state passed on, gives every bit of the sequence fed whole.
 
-    Each of the `ways` to cut it is positions of the sequence; of a pack, positions of each of its sequences.
+    Each of the `ways` is a list of positions at which to cut the sequence, or every sequence of a pack.
     """
     whole = case.call(backend)
     for cuts in ways:
@@ -175,7 +175,7 @@ def _in_pieces(case: Case, backend: str, cuts: Sequence[int]) -> tuple[Tensor, T
 
 
 def _pieces_of_sequences(bounds: list[int], cuts: Sequence[int]) -> tuple[list[list[int]], list[Tensor]]:
-    """The positions of each piece of a pack whose every sequence is cut there, and the boundaries of the pieces."""
+    """Cut all sequences of a pack at `cuts`; return the positions and the boundaries of each piece of the pack."""
     spans = list(itertools.pairwise(bounds))
     pieces, packs = [], []
     for start, end in zip([0, *cuts], [*cuts, bounds[-1]], strict=True):
@@ -186,9 +186,9 @@ def _pieces_of_sequences(bounds: list[int], cuts: Sequence[int]) -> tuple[list[l
 
 
 def check_padding_is_as_if_absent(backend: str, masks: Sequence[Sequence[int]], rows: int | None, pad: float) -> None:
-    """A padded sequence gives at its real tokens every bit of the same sequence alone, and zero at the pads.
+    """A padded sequence gives at its real tokens every bit of the same sequence without padding, and zero at the pads.
 
-    Keys, values and gradients of results at the pads are all `pad`.
+    Keys, values and upstream gradients at the pads are all `pad`.
     """
     mask = torch.tensor(masks, dtype=torch.bool)
     case = random_case(3, *mask.shape, rows=rows, mask=masks)
@@ -231,7 +231,7 @@ def check_reordered_sequences_continue(backend: str) -> None:
 
 
 def check_cropped_tokens_were_never_seen(backend: str, tokens: int, window: int) -> None:
-    """Feed some, feed `tokens` more, take those back, continue: as if they had not been."""
+    """Feeding `tokens` more tokens and cropping them off the state again leaves the rest of the sequence unchanged."""
     case = random_case(11, positions=13, rows=window - 1 + 3, window=window)
     drafts = random_case(13, positions=tokens)
 
@@ -248,7 +248,7 @@ def check_cropped_tokens_were_never_seen(backend: str, tokens: int, window: int)
 
 
 def check_identity_returns_every_bit(case: Case, backend: str) -> None:
-    """alpha = beta = (1, 0, ...) is no shift at all."""
+    """alpha = beta = (1, 0, ...) is the identity, bit for bit."""
     identity = torch.zeros_like(case.alpha)
     identity[:, 0] = 1
     k_hat, v_hat, _ = replace(case, alpha=identity, beta=identity).call(backend)
@@ -259,7 +259,7 @@ def check_identity_returns_every_bit(case: Case, backend: str) -> None:
 
 
 def check_inputs_are_left_alone(case: Case, backend: str) -> None:
-    """Nothing that the caller passed is edited, forward or backward; no edit of it reaches what came back."""
+    """A call never modifies its inputs, forward or backward, and later edits of the inputs do not reach its results."""
 
     def tensors(case: Case) -> dict[str, Tensor]:
         given = case.leaves() | case.where() | {f"grads[{i}]": g for i, g in enumerate(case.grads)}
@@ -279,7 +279,7 @@ def check_inputs_are_left_alone(case: Case, backend: str) -> None:
 
 
 def assert_same_state(state: ShiftState | None, other: ShiftState) -> None:
-    """The same bits in the same number of rows."""
+    """Compare the bits and the number of rows of two states."""
     assert state is not None
     assert state.max_rows == other.max_rows
     assert torch.equal(state.k, other.k)
@@ -287,7 +287,7 @@ def assert_same_state(state: ShiftState | None, other: ShiftState) -> None:
 
 
 def check_operator_keeps_the_rules_of_torch_library(case: Case) -> None:
-    """Schema, autograd, shapes of fake tensors, tracing with sizes unknown; with gradients and with a next state."""
+    """Check schema, autograd, fake tensors and symbolic tracing for calls with gradients and with a next state."""
     state = case.state or ShiftState(None, None, 1)
     for x in case.leaves().values():
         x.requires_grad_()

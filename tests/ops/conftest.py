@@ -1,4 +1,4 @@
-"""What the tests of the operator share."""
+"""Fixtures and skips that the operator's tests share."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def skip_unless_built(backend: str) -> None:
 
 
 def leave_to_one_dtype(backend: str, dtype: torch.dtype) -> None:
-    """Of dtypes, what is slow gets the smallest: where a token finds its predecessor depends on none."""
+    """Run slow backends with bfloat16 only: where a token finds its predecessor does not depend on the dtype."""
     if backend in ("triton", "reference") and dtype != torch.bfloat16:
         pytest.skip("interpreter and loops are slow, and a GPU compiles for each dtype: bfloat16 stands for all")
 
 
 @pytest.fixture(params=[backend for backend in BACKENDS if backend != "auto"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each implementation in turn, the reference too: it keeps the same promises."""
+    """Each implementation in turn, including the reference: it keeps the same promises."""
     skip_unless_built(request.param)
     return request.param
 

@@ -1,7 +1,7 @@
-"""Kernels on a CUDA device under tests whose tensors are on the CPU.
+"""Run the kernels on a CUDA device in tests whose tensors are on the CPU.
 
-What a test hands to `kv_shift` is carried to the device, strides and all, and what comes back is carried home; so are
-gradients. KVSHIFT_TEST_DEVICE=cpu runs such tests in Triton's interpreter, as far as they can go there.
+The arguments that a test passes to `kv_shift` are copied to the device with their strides, and the results are copied
+back; so are gradients. KVSHIFT_TEST_DEVICE=cpu runs such tests in Triton's interpreter, as far as it supports them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvshift.ops.arguments import Call
 
 DEVICE = torch.device(os.environ.get("KVSHIFT_TEST_DEVICE", "cuda"))
 
-# What drivers and compilers warn of on a device that nobody tried before is not for these tests to judge.
+# Warnings of drivers and compilers on untried devices are not errors in these tests.
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA device"),
@@ -30,7 +30,7 @@ needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="Triton's interpre
 
 
 class _Carried(torch.autograd.Function):
-    """x on another device; its gradient comes back the same way."""
+    """Copy x to another device; its gradient is copied back the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, device: torch.device) -> Tensor:
@@ -43,7 +43,7 @@ class _Carried(torch.autograd.Function):
 
 
 def carry(x: Tensor, device: torch.device) -> Tensor:
-    """A copy with the strides of x, at the same place in a memory that holds what lies around x too."""
+    """Copy x and the storage before it, such that the copy has the strides and the storage offset of x."""
     if x.numel() == 0:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     end = x.storage_offset() + 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
@@ -53,7 +53,7 @@ def carry(x: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def kernels_on_device() -> Iterator[None]:
-    """Calls with backend "triton" run on DEVICE, wherever their tensors are."""
+    """Run calls with backend "triton" on DEVICE, wherever their tensors are."""
     shift_here = shift._shift
 
     def there(x: Any) -> Any:

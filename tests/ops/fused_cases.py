@@ -1,4 +1,4 @@
-"""Calls of shift + QK-norm + RoPE to test, and what comes out of them.
+"""Random calls of shift + QK-norm + RoPE, and their outcomes.
 
 Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
 """
@@ -23,7 +23,7 @@ from kvshift.ops.triton.call import shift_triton
 from .cases import boundaries, lay_out, normal_numbers, spread
 
 Outputs = tuple[Tensor | None, Tensor, Tensor]
-LEAVES = ("q", "k", "v", "alpha", "beta", "q_scale", "k_scale")  # those of the launch
+LEAVES = ("q", "k", "v", "alpha", "beta", "q_scale", "k_scale")  # differentiable inputs of the launch
 _LEAVES = (*LEAVES, "gamma", "k_state", "v_state", "q_state")
 _NUMBERS = (*_LEAVES, "cos", "sin")
 HOLES = [[0, 1, 0, 1, 1], [1, 1, 1, 0, 0]]
@@ -69,7 +69,7 @@ NOTHING: dict[str, dict] = {
 
 @dataclass(frozen=True)
 class FusedCase:
-    """One call of `shift_norm_rope` or of its launch, and the gradients that come back to its three results."""
+    """One call of `shift_norm_rope` or of its launch, and the upstream gradients of its three results."""
 
     q: Tensor | None
     k: Tensor
@@ -94,7 +94,7 @@ class FusedCase:
         return {"cu_seqlens": self.cu_seqlens, "seq_idx": self.seq_idx, "mask": self.mask}
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> FusedCase:
-        """The same call with `fn` applied to every tensor of numbers."""
+        """Return the same call with `fn` applied to every floating-point tensor."""
         changed: dict[str, Any] = {name: fn(x) for name in _NUMBERS if (x := getattr(self, name)) is not None}
         return replace(self, **changed, grads=tuple(map(fn, self.grads)))
 
@@ -122,12 +122,12 @@ def random_fused(
     layout: str = "plain",
     grad_layout: str = "plain",
 ) -> FusedCase:
-    """Normal numbers, tables included; arguments as in `random_case`.
+    """Return a call with normally distributed numbers, also in the tables; other arguments as in `random_case`.
 
     Args:
-        queries: H, or None: without queries.
-        tables: L.
-        shifted: which of "q", "k" and "v" have coefficients.
+        queries: Number of query heads H; None for a call without queries.
+        tables: Number of tables L.
+        shifted: Which of "q", "k" and "v" have coefficients.
     """
     normal = normal_numbers(seed, dtype)
     if lengths is not None:
@@ -168,7 +168,7 @@ def random_fused(
 
 
 def call_of(case: FusedCase) -> Call:
-    """As the kernels are given it."""
+    """Return the case as the `Call` that the kernels receive."""
     return with_plan(
         Call(
             case.q, case.k, case.v, case.alpha, case.beta, case.k_state, case.v_state,
@@ -178,7 +178,7 @@ def call_of(case: FusedCase) -> Call:
 
 
 def launched(case: FusedCase) -> Outputs:
-    """By the kernels."""
+    """Run the case through the Triton kernels; return q, k and v."""
     return shift_triton(call_of(case), case.k.shape[0])[:3]
 
 
@@ -191,7 +191,7 @@ def fused(
     op: Callable[..., Results] = shift_norm_rope,
     **options: Any,
 ) -> Results:
-    """By `op`, with tables half as wide as a head or as wide, and norms of this kind."""
+    """Compute the case by `op`, with tables as wide as a head or half as wide, and with norms of this kind."""
     rotary = case.cos.unsqueeze(2), case.sin.unsqueeze(2)
     if full_tables:
         rotary = half_tables(case.cos.repeat(1, 1, 2), case.sin.repeat(1, 1, 2))
@@ -208,7 +208,7 @@ def fused(
 
 
 def _norm(kind: type[nn.Module], scale: Tensor, eps: float) -> nn.Module:
-    """With this very tensor as its gain."""
+    """Return a norm of this kind whose gain is this tensor itself."""
     norm = kind(scale.shape[0], eps=eps)
     del norm.weight
     norm.weight = scale
@@ -220,12 +220,12 @@ def by_loops(case: FusedCase) -> Results:
 
 
 def without_state(case: FusedCase) -> Outputs:
-    """By loops."""
+    """Compute q, k and v by the reference."""
     return by_loops(case)[:3]
 
 
 def unfused(case: FusedCase) -> Outputs:
-    """One operation of PyTorch after the other, in the dtype of the tensors, without boundaries or state."""
+    """Apply plain PyTorch operations one by one, in the dtype of the tensors, without boundaries or state."""
     table = half_tables(case.cos.repeat(1, 1, 2), case.sin.repeat(1, 1, 2))
 
     def shift(x: Tensor, coefficients: Tensor | None) -> Tensor:
@@ -245,11 +245,11 @@ def unfused(case: FusedCase) -> Outputs:
 def outcome(
     case: FusedCase, op: Callable[[FusedCase], tuple] = launched, *, gradients: bool | None = None
 ) -> dict[str, Tensor]:
-    """Everything that a call gives, by name: results, new state, and the gradients of all inputs.
+    """Return all results of a call, by name: outputs, new state, and the gradients of all inputs.
 
     Args:
-        op: returns q, k, v, and a new state if it makes one.
-        gradients: whether to record them, those of the state too; by default where there is none.
+        op: Returns q, k, v, and a new state if it makes one.
+        gradients: Whether to record gradients, including those of the state; by default, if the case has no state.
     """
     case = case.map(lambda x: x.detach())
     leaves = {name: x for name in _LEAVES if (x := getattr(case, name)) is not None}

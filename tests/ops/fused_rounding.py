@@ -1,4 +1,4 @@
-"""How far rounding may take a result of shift + QK-norm + RoPE from that of the reference."""
+"""Bounds on how far rounding may take a result of shift + QK-norm + RoPE from the reference."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .rounding import assert_close
 
 @dataclass(frozen=True)
 class Rounded:
-    """Exact numbers, and how far off they can be where every operation is rounded by `unit` of its result at most.
+    """Exact numbers and bounds on their errors, if every operation has a relative rounding error of `unit` at most.
 
     The rules are those of a running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, section
-    3.3). The norm and the rotation make small numbers of large ones, so the bound of an element is a share of what it
-    was made of, not of itself.
+    3.3). The norm and the rotation make small numbers of large ones, so the bound of an element is proportional to the
+    numbers it was computed from, not to the element itself.
     """
 
     value: Tensor
@@ -39,7 +39,7 @@ class Rounded:
         return self + Rounded(-other.value, other.error, self.unit)
 
     def sum(self, *dims: int) -> Rounded:
-        """In any order."""
+        """Sum over `dims`, with a bound that holds for any order of the terms."""
         terms = math.prod(self.value.shape[dim] for dim in dims)
         error = (self.error + self.of_terms(terms) * self.size()).sum(dims, keepdim=True)
         return Rounded(self.value.sum(dims, keepdim=True), error, self.unit)
@@ -48,7 +48,7 @@ class Rounded:
         return self.value.abs() + self.error
 
     def of_terms(self, n: int) -> float:
-        """The error of a sum of n terms, as a share of that of their absolute values."""
+        """Return the error bound of a sum of n terms, relative to the sum of their absolute values."""
         return n * self.unit / (1 - n * self.unit)
 
     def _rounded(self, value: Tensor, error: Tensor) -> Rounded:
@@ -56,7 +56,7 @@ class Rounded:
 
 
 def results_with_bounds(case: FusedCase, unit: float) -> dict[str, Rounded]:
-    """`outcome` of a call in fp64 by hand, with the bounds of arithmetic of that unit; no state gets a gradient."""
+    """Compute the `outcome` of a call in fp64 by hand, with error bounds for this unit; states get no gradient."""
 
     def given(x: Tensor) -> Rounded:
         return Rounded(x, torch.zeros_like(x), unit)
@@ -73,11 +73,11 @@ def results_with_bounds(case: FusedCase, unit: float) -> dict[str, Rounded]:
     def inverse_norm(x: Rounded) -> Rounded:
         mean = (x * x).sum(-1) * one_in_d + given(case.k.new_tensor(case.eps))
         value = mean.value.rsqrt()
-        # The root of a GPU is right to two places, 4 units.
+        # A GPU computes the inverse square root to within two units in the last place, 4 units.
         return Rounded(value, (1 + 4 * unit) * (mean.value - mean.error).rsqrt() - value, unit)
 
     def finish(name: str, x: Rounded, scale: Tensor | None, upstream: Tensor) -> Rounded:
-        """Notes the result and the gradient of the scale; returns the gradient of x."""
+        """Store the result and the gradient of the scale; return the gradient of x."""
         gradient = rotated(given(upstream), Rounded(-sin.value, sin.error, unit))
         if scale is None:
             results[name] = rotated(x, sin)
@@ -138,17 +138,18 @@ def _shift_backward(
 def assert_within_rounding(
     case: FusedCase, op: Callable[[FusedCase], tuple] = launched, *, unit: float | None = None
 ) -> dict[str, Tensor]:
-    """Compare every element of every result with the reference: no farther off than rounding can take it.
+    """Compare every element of every result with the reference: it may be off by rounding errors only.
 
     Args:
-        op: returns q, k and v.
-        unit: what one operation may be off by; by default half a unit in the last place of the dtype of the arithmetic.
+        op: Returns q, k and v.
+        unit: Bound on the relative error of one operation; by default half a unit in the last place of the dtype in
+            which the operator computes.
     """
     own = outcome(case, op)
     compute = torch.float64 if case.k.dtype == torch.float64 else torch.float32
     exact = case.map(lambda x: x.to(compute).double().contiguous())
     expected = outcome(exact, without_state)
-    # The exact results are in fp64 too, and err as much as results in fp64.
+    # The exact results are also computed in fp64, and have errors as large as results in fp64.
     places = torch.finfo(compute).eps * (1.0 if compute == torch.float64 else 0.5)
     bounds = results_with_bounds(exact, unit or places)
     assert own.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""Text of the operator in place of other text: ways to get it wrong, so that tests can show that tests notice."""
+"""Mutants of the operator: changes to its source, which show that the tests detect faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file of `kvshift.ops` with one text in place of another, which stands there once."""
+    """A change to a file of `kvshift.ops`: `right`, which must occur exactly once, is replaced by `wrong`."""
 
     file: str
     right: str
@@ -36,7 +36,7 @@ class Mutant:
 
     @contextmanager
     def in_place(self, folder: Path) -> Iterator[None]:
-        """While it lasts, every function of the file runs the changed text; the CPU kernel is built in `folder`."""
+        """Let every function of the file run the changed code within the context; a CPU kernel is built in `folder`."""
         mutant = self._built(folder) if self.file.endswith(".cpp") else self
         module = importlib.import_module("kvshift.ops." + mutant.file.removesuffix(".py").replace("/", "."))
         path = str(module.__file__)
@@ -70,7 +70,7 @@ def _codes(code: types.CodeType) -> Iterator[tuple[str, types.CodeType]]:
 
 
 def _functions(value: Any, path: str) -> Iterator[types.FunctionType]:
-    """Those that are written in this file: `value`, or what it wraps, or its methods."""
+    """Yield the functions defined in the file `path`: `value`, the function it wraps, or its methods."""
     while hasattr(value, "__wrapped__"):  # staticmethod, functools.cache
         value = value.__wrapped__
     if isinstance(value, property):
@@ -84,7 +84,7 @@ def _functions(value: Any, path: str) -> Iterator[types.FunctionType]:
 
 
 def _forget(module: types.ModuleType) -> None:
-    """What its functions have kept: the kernels that were loaded."""
+    """Clear the caches of the module's functions, such as that of loaded kernels."""
     for value in vars(module).values():
         if hasattr(value, "cache_clear"):
             value.cache_clear()

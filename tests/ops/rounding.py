@@ -1,13 +1,13 @@
-"""How far a result may lie from the exact one: as far as one rounding takes it, and no farther.
+"""Bounds on how far a result may be from the exact one: one rounding error.
 
-The exact result is the reference in fp64 on the very numbers of the case. A result in fp32 is a sum of n products,
-each operation rounded once, in whatever order, with or without fused multiply-add: it errs by at most
+The exact result is that of the reference in fp64 on the same numbers. A result in fp32 is a sum of n products, with
+one rounding per operation, in any order, with or without fused multiply-add. Its error is at most
 
     n * u / (1 - n * u) * (|a1 * x1| + ... + |an * xn|),    u = 2^-24
 
 (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). A result in bf16 or fp16 is that sum rounded
-once more: by half a unit in its last place. The sums of absolute values are the reference again, on the absolute
-values of everything.
+once more, by half a unit in its last place. The reference, applied to the absolute values of all inputs, computes
+the sums of absolute values.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .cases import Case, outcome
 def assert_within_one_rounding(case: Case, backend: str, *, through_state: bool, op: Callable = kv_shift) -> None:
     """Compare every result and every gradient with the exact one, element by element.
 
-    A gradient that comes back through the new state is added by autograd to the one through the output, in the dtype
-    of the input: one more rounding. The results of the reference are compared too, its gradients only in fp64 and fp32.
+    Autograd adds a gradient through the new state to the one through the output in the dtype of the input, which is one
+    more rounding. The results of the reference are compared, too, but its gradients only in fp64 and fp32.
     """
     compute = torch.float64 if case.k.dtype == torch.float64 else torch.float32
     wide = case.map(lambda x: x.to(compute).double().contiguous())
@@ -36,8 +36,8 @@ def assert_within_one_rounding(case: Case, backend: str, *, through_state: bool,
     assert results.keys() == exact.keys()
     for name, result in results.items():
         if backend == "reference" and compute != case.k.dtype and name.startswith("gradient"):
-            continue  # autograd rounds each of its terms
-        if name.startswith("new_state"):  # keys and values as they came
+            continue  # autograd rounds each of the terms
+        if name.startswith("new_state"):  # keys and values, unchanged
             assert torch.equal(result.double(), exact[name]), name
             continue
         terms, roundings = case.window, 1
@@ -52,10 +52,10 @@ def assert_within_one_rounding(case: Case, backend: str, *, through_state: bool,
 def rounding_bound(
     exact: Tensor, size: Tensor, terms: int, roundings: int, compute: torch.dtype, stored: torch.dtype
 ) -> Tensor:
-    """The error allowed to sums of `terms` products, computed in one dtype and stored in another."""
+    """Return the error bound of sums of `terms` products that are computed in one dtype and stored in another."""
     unit = torch.finfo(compute).eps / 2
     if compute == torch.float64:
-        terms = 2 * terms  # the exact result is in fp64 too, and errs as much
+        terms = 2 * terms  # the exact result is also in fp64, with errors as large
     if stored == compute:
         terms += roundings - 1
     bound = terms * unit / (1 - terms * unit) * size
@@ -68,7 +68,7 @@ def rounding_bound(
 
 
 def assert_close(name: str, result: Tensor, exact: Tensor, bound: Tensor) -> None:
-    """Fail with the place of the first element that is off, NaN included."""
+    """Fail and name the first element that is out of bounds, NaN included."""
     assert result.shape == exact.shape, f"{name} is {tuple(result.shape)}, not {tuple(exact.shape)}"
     off = ~((result.double() - exact).abs() <= bound)
     if off.any():

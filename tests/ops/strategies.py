@@ -1,4 +1,4 @@
-"""What hypothesis may try: every shape, dtype, stride, boundary, padding and state that the operator accepts."""
+"""Hypothesis strategies for every shape, dtype, stride, boundary, padding and state that the operator accepts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .cases import DTYPES, LAYOUTS, Case, random_case
 
 @st.composite
 def cases(draw: st.DrawFn, dtypes: tuple = DTYPES) -> Case:
-    """A batch or a pack, with or without state, padding, and document numbers; empty ones and single tokens too."""
+    """Draw a batch or a pack, with or without state, padding and document numbers; lengths of 0 and 1 included."""
     window = draw(st.integers(2, 4), "window")
     shape: dict = {"window": window, "dtype": draw(st.sampled_from(dtypes), "dtype")}
     if draw(st.booleans(), "packed"):

@@ -1,4 +1,4 @@
-"""Every path of shift + QK-norm + RoPE gives what the loops give: results, new state, gradients of all inputs."""
+"""Every path of shift + QK-norm + RoPE gives the reference's results, new state and gradients of all inputs."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ OF_THE_LAUNCH = {
     "no queries",
     "one token",
     "documents, padding",
-}  # the rest: triton/test_fused.py
+}  # triton/test_fused.py tests the rest
 BACKENDS = {"launch": "triton", "auto": "auto", "cpu": "cpu", "eager": "eager", "plain operations": "auto"}
 
 
 @pytest.fixture
 def taken(monkeypatch) -> list[str]:
-    """The paths of `shift_norm_rope` that were taken, the reference's left out."""
+    """The paths that calls of `shift_norm_rope` take, except those of the reference."""
     paths = []
 
     def record(call: Any, real: Callable = attention_inputs.fused_path) -> str:
@@ -70,17 +70,17 @@ def taken(monkeypatch) -> list[str]:
     params=[pytest.param(name, marks=pytest.mark.slow if name in ("cpu", "eager") else ()) for name in BACKENDS]
 )
 def path(request: pytest.FixtureRequest) -> str:
-    """On a CPU "auto" takes the kernels of "cpu"; so asked for by name, they and "eager" are for `make test-slow`."""
+    """On a CPU, "auto" uses the kernels of "cpu"; explicit "cpu" and "eager" are therefore left to `make test-slow`."""
     skip_unless_built(BACKENDS[request.param])
     return request.param
 
 
 def by(path: str, **options: Any) -> Call:
-    """A way to compute a case, with these options of `fused`."""
+    """Return a function that computes a case on this path, with these options of `fused`."""
 
     def call(case: FusedCase) -> Results:
         if path == "plain operations":
-            with forward_ad.dual_level():  # somebody follows the call
+            with forward_ad.dual_level():  # forward-mode AD needs traceable operations
                 return fused(case, BACKENDS[path], **options)
         return fused(case, BACKENDS[path], **options)
 
@@ -88,9 +88,9 @@ def by(path: str, **options: Any) -> Call:
 
 
 def assert_like_the_loops(case: FusedCase, call: Call) -> None:
-    """Every element of every result and gradient; new states and their gradients in fp64, where the case has states."""
+    """Compare all results and gradients with the reference; if the case has states, also new states, in fp64."""
     if case.k_state is None:
-        unit = torch.finfo(case.k.dtype).eps  # autograd derives norm and rotation in up to twice the operations
+        unit = torch.finfo(case.k.dtype).eps  # autograd needs up to twice as many operations for norm and rotation
         assert_within_rounding(case, lambda case: call(case)[:3], unit=unit)
         return
     gradients = "gradient of k_state" in (found := outcome(case, call, gradients=torch.is_grad_enabled()))
@@ -105,7 +105,7 @@ def assert_like_the_loops(case: FusedCase, call: Call) -> None:
 
 @pytest.mark.parametrize("mode", [*MODES, *QUERIES_TOO])
 def test_results_and_gradients(mode, path, taken):
-    """In turn: tables as wide as a head and half as wide; with a norm and without, "cpu" where "auto" is not."""
+    """Full-width and half-width tables alternate, and so do norms: "cpu" has a norm where "auto" has none."""
     shape = (MODES | QUERIES_TOO)[mode]
     launches = path == "launch" and mode not in QUERIES_TOO
     if launches and mode not in OF_THE_LAUNCH:
@@ -120,7 +120,7 @@ def test_results_and_gradients(mode, path, taken):
 
 @pytest.mark.parametrize("mode", [*WITH_STATE, "queries too"])
 def test_states(mode, path, taken):
-    """With gradients through old and new state, which are not for the launch; without gradients for it too."""
+    """Gradients through old and new states need the unfused path; without gradients, the launch handles states."""
     shape = (WITH_STATE | {"queries too": {"shifted": "qkv", "window": 3, "rows": 3}})[mode]
     case = random_fused(3, dtype=torch.float64, **shape)
     assert_like_the_loops(case, by(path))
@@ -143,7 +143,7 @@ def test_strides(layout, path):
 
 @pytest.mark.parametrize("mode", [{}, {"mask": HOLES}], ids=["plain", "padding"])
 def test_norms_of_llama(mode, path, taken):
-    """They compute in fp32 whatever they are given."""
+    """Llama's norm computes in fp32 for every input dtype."""
     assert_like_the_loops(random_fused(11, **mode), by(path, kind=LlamaRMSNorm))
     assert taken == ["launch" if path == "launch" else "unfused"]
 
@@ -151,7 +151,7 @@ def test_norms_of_llama(mode, path, taken):
 @covering(dtype=DTYPES, shifted=["kv", "k", "v", ""], norm={"no norm": False, "norm": True})
 @torch.no_grad()
 def test_the_next_token(dtype, shifted, norm, taken):
-    """Without boundaries or gradients it takes plain operations, each of which rounds."""
+    """Without boundaries or gradients, decoding uses plain operations, each of which rounds."""
     case = random_fused(13, 3, 1, dtype=dtype, norm=norm, shifted=shifted, rows=1, tables=3)
     for full_tables in (False, True):
         call = by("auto", full_tables=full_tables)
@@ -161,7 +161,7 @@ def test_the_next_token(dtype, shifted, norm, taken):
 
 
 def test_the_padding_of_the_last_token_is_no_state(path):
-    """The state is that of the last real token, whatever stands behind it, NaN too."""
+    """The state is taken at the last real token; the padding after it has no effect, even NaN."""
     case = random_fused(17, dtype=torch.float64, mask=HOLES, rows=1)
     assert case.mask is not None
     padding = ~case.mask[:, :, None, None]
@@ -176,7 +176,7 @@ def test_windows_that_differ_are_refused(path):
         by(path)(replace(case, beta=torch.zeros(3, 3)))
 
 
-# Compiled and batched
+# Compilation and batched gradients
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_compiled(mode, path):
 @pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
 @pytest.mark.parametrize("mode", ["plain", "pack, padding", "documents, padding", "values alone"])
 def test_batches_of_gradients(mode, norm, path):
-    """They reach the backward of what ran forward, which then computes by plain operations."""
+    """Batches of gradients reach the backward of the path that ran forward, which then uses plain operations."""
     case = random_fused(23, dtype=torch.float64, norm=norm, **MODES[mode])
     leaves = {name: x.requires_grad_() for name in LEAVES if (x := getattr(case, name)) is not None}
     expected = outcome(case, without_state)

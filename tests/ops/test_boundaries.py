@@ -1,4 +1,4 @@
-"""Nothing crosses a document boundary, and nothing leaves the padding: neither forward nor in any gradient."""
+"""Nothing crosses a document boundary, and padding affects nothing, neither forward nor in any gradient."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_search_for_a_pack_that_differs_from_its_sequences(lengths, window):
 
 
 def test_as_many_sequences_as_the_longest_has_tokens(backend):
-    """Sizes that agree by chance decide nothing: 3 sequences, one of 3 tokens; then 3 of one token each."""
+    """Sizes that are equal by chance are not confused: 3 sequences, one with 3 tokens; 3 sequences of one token."""
     for lengths in ([3, 1, 2], [1, 1, 1], [3]):
         check_pack_is_its_sequences(random_case(11, lengths=lengths, rows=1), backend, lengths)
 
@@ -113,7 +113,7 @@ def test_a_token_reaches_as_far_as_the_window_and_no_token_before_it(window, bac
 
 
 def test_causality_within_documents(backend):
-    """Three documents of two tokens: the second of each reads the first, and that is all."""
+    """Three documents of two tokens each: only the second token of a document reads another token, the first."""
     case = random_case(29, lengths=[2, 2, 2])
     for t in range(6):
         picked = torch.zeros_like(case.k)
@@ -125,7 +125,7 @@ def test_causality_within_documents(backend):
 
 
 def test_a_plan_names_rows_of_state_from_its_end():
-    """Two sequences of 2 and 1 tokens with padding between, two rows of state each: -4 and -3, then -2 and -1."""
+    """A sequence of 2 tokens around a pad and one of 1 token, with two rows of state each: -4 and -3, -2 and -1."""
     bounds = torch.tensor([0, 3, 4], dtype=torch.int32)
     mask = torch.tensor([[True, False, True, True]])
     plan = plan_shift(1, 4, 3, 2, torch.device("cpu"), cu_seqlens=bounds, mask=mask, backward=True)

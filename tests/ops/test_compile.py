@@ -19,10 +19,10 @@ from .cases import Case, outcome, random_case
 from .checks import assert_same_state
 from .rounding import assert_within_one_rounding
 
-# torch.compile makes an instance of each autograd function that it traces.
+# torch.compile instantiates every autograd function that it traces.
 pytestmark = pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.function\.Function'>:DeprecationWarning")
 
-# Sizes that differ from each other: a compiler takes equal ones for the same number.
+# All sizes differ, since a compiler treats equal sizes as the same number.
 POSITIONS = (7, 2, 13, 31)
 SIZES: dict[str, int] = {"heads": 5, "k_dim": 11, "v_dim": 17}
 MODES: dict[str, Callable[[int], Case]] = {
@@ -48,7 +48,7 @@ def nothing_compiled_before() -> Iterator[None]:
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.slow
 def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
-    """Forward and backward; fewer tokens than rows of state too."""
+    """Tested forward and backward, also with fewer tokens than rows of state."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def checked(graph: GraphModule, inputs: list[Tensor]) -> Callable:
@@ -62,7 +62,7 @@ def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
 
 
 def assert_no_output_is_a_tensor_that_was_there_before(graph: GraphModule) -> None:
-    """Of one written in place, or cast to the dtype that it has, torch.compile of 2.11 gets the gradients wrong."""
+    """torch.compile of 2.11 computes wrong gradients if an output was written in place or cast to its own dtype."""
     forwards = {name: body for name, body in graph.named_modules() if name.startswith("fwd_body")}
     assert len(forwards) == 2
     for node in (node for body in forwards.values() for node in body.graph.nodes if node.op == "call_method"):
@@ -108,7 +108,7 @@ def test_compiled_machine_code_rounds_once():
 
 
 class Shift(nn.Module):
-    """As a model calls the operator: the coefficients are its own."""
+    """A module that calls the operator with its own parameters as coefficients."""
 
     def __init__(self, case: Case, backend: str = "auto") -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_an_exported_program_takes_any_number_of_tokens(masked, rows, strict):
 
 
 def test_a_state_is_a_pytree():
-    """Which is how programs that were exported take it and give it back."""
+    """Exported programs take and return states as pytrees."""
     state = random_case(5, rows=2).state
     leaves, structure = torch.utils._pytree.tree_flatten(state)
     assert leaves[0] is state.k

@@ -1,4 +1,4 @@
-"""Every tensor that is made on the way lies where the caller's do, whatever PyTorch's default device is."""
+"""Intermediate tensors are on the device of the caller's tensors, whatever PyTorch's default device is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_promises import MODES
 
 @pytest.fixture
 def another_default() -> Iterator[None]:
-    """What is allocated without a device has no memory: the kernel would write to address 0."""
+    """Make "meta" the default device: tensors without a device get no memory, and a kernel would write to address 0."""
     torch.set_default_device("meta")
     yield
     torch.set_default_device(None)
@@ -32,7 +32,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.mark.parametrize("case", MODES.values(), ids=MODES, indirect=True)
 @pytest.mark.parametrize("backend", ["auto", "cpu", "eager", "triton", "reference"])
 def test_another_default_device_changes_no_bit(case, backend, request):
-    """Neither forward nor backward, watched nor not."""
+    """Holds forward and backward, and under a transform of torch.func."""
     skip_unless_built(backend)
     expected = outcome(case, backend)
     one = torch.func.vmap(lambda k: kv_shift(k, case.v, case.alpha, case.beta, backend="eager")[0])(case.k[None])
@@ -79,7 +79,7 @@ def test_layers_follow_their_arguments(targets, position_encoding, request):
 
 
 def test_a_state_follows_its_tensors(another_default):
-    """Also where beams come as a list."""
+    """Holds also for beam indices given as a list."""
     rows = torch.arange(6.0, device="cpu").reshape(3, 1, 2, 1)
     state = ShiftState(rows, rows, 1)
     assert state.reorder([2, 0, 1]).k.flatten().tolist() == [4, 5, 0, 1, 2, 3]
@@ -89,7 +89,7 @@ def test_a_state_follows_its_tensors(another_default):
 
 
 def test_one_token_of_a_layer_follows_its_arguments(request):
-    """The path of decoding."""
+    """A single token takes the decoding path."""
     shift = KVShift(3)
     q, k, v = (torch.randn(2, 1, heads, 8) for heads in (6, 3, 3))
     rotary = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)

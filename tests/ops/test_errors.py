@@ -1,4 +1,4 @@
-"""Every bad argument is refused with a message that names it, says what it is, and what it should be."""
+"""Every bad argument raises an error that names it, what it is, and what it should be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvshift.ops import BACKENDS, ShiftState, kv_shift, shift_tokens
 from .cases import Case, random_case
 from .conftest import skip_unless_built
 
-ROWS = random_case(2, rows=2)  # (2, 11, 3, 7) and (2, 11, 3, 5)
+ROWS = random_case(2, rows=2)  # k is (2, 11, 3, 7), v is (2, 11, 3, 5)
 PACK = random_case(3, lengths=[2, 0, 3], rows=2)
 
 
@@ -135,7 +135,7 @@ def test_a_bad_argument_is_named(case, error, bad, message, backend):
 
 
 class Subclass(torch.Tensor):
-    """A tensor that is no plain one; many have no memory of their own: their address is 0."""
+    """A tensor subclass; many subclasses have no memory of their own, and their address is 0."""
 
 
 X = torch.randn(1, 3, 2, 4)
@@ -185,7 +185,7 @@ def test_an_unknown_backend_is_named(positions):
 
 
 def test_boundaries_on_a_device_without_data_are_accepted():
-    """There is nothing to look at on the meta device: shapes alone are checked."""
+    """The meta device has no data, so only shapes are checked."""
     case = PACK.map(lambda x: x.to("meta"))
     k_hat, v_hat, new_state = replace(case, cu_seqlens=PACK.cu_seqlens.to("meta")).call("eager")
     assert (k_hat.shape, v_hat.shape) == (case.k.shape, case.v.shape)
@@ -256,7 +256,7 @@ def test_a_bad_argument_of_a_state_is_named(call, error, message):
 
 
 def test_results_unpack_in_one_order_whatever_was_asked_for():
-    """Always three, always those three."""
+    """A call always returns two tensors and a state."""
     for case in (ROWS, PACK, replace(ROWS, state=None), replace(ROWS, beta=None)):
         results = kv_shift(case.k, case.v, case.alpha, case.beta, state=case.state, cu_seqlens=case.cu_seqlens)
         assert [type(x) for x in results] == [torch.Tensor, torch.Tensor, ShiftState]

@@ -1,6 +1,6 @@
-"""The edge suite on a CUDA device: the tests of the other files, with the Triton kernels as a GPU's compiler made them.
+"""The tests of the other files on a CUDA device, with the Triton kernels compiled for it.
 
-Here are the tests that compare numbers; `test_gpu_programs.py` has graphs, compilers and memory.
+This file has the tests that compare numbers; `test_gpu_programs.py` covers graphs, compilers and memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .triton import test_call
 
 pytestmark = MARKS
 
-# Each example is compiled anew: a shorter search, below; float64 for finite differences too, beside gradients that are
-# compared with the reference's. What is about the caller's memory needs it on the device.
+# The search compiles kernels for every example, so a shorter one is below. Finite differences need float64 kernels, and
+# other tests compare gradients with the reference. Tests of the caller's memory need that memory on the device.
 LEFT_OUT = {
     "test_search_for_a_call_that_differs_from_the_reference",
     "test_gradcheck",
@@ -41,7 +41,7 @@ OF_THE_KERNELS = (
 
 
 def of_every_backend(module: ModuleType) -> dict[str, Callable]:
-    """The tests that ask for a backend."""
+    """Return the module's tests that take a backend."""
     tests = {name: test for name, test in vars(module).items() if name.startswith("test_") and callable(test)}
     fixtures = {"backend", "fast_backend"}
     return {name: test for name, test in tests.items() if fixtures & inspect.signature(test).parameters.keys()}

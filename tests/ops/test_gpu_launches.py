@@ -1,4 +1,4 @@
-"""Shift, norm and rotary embedding in one launch on a CUDA device: rounding."""
+"""Rounding of shift, norm and rotary embedding in one launch on a CUDA device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = MARKS
 def rotated_plainly(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, scales: tuple, bounds: dict
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula of `shift_triton`, each operation in the dtype of its arguments."""
+    """Compute the formula of `shift_triton`, with each operation in the dtype of its arguments."""
     k = shift_tokens(k, alpha, backend="eager", **bounds)[0]
     v = shift_tokens(v, beta, backend="eager", **bounds)[0]
     rotated = []
@@ -37,9 +37,9 @@ def rotated_plainly(
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
 @pytest.mark.parametrize("packed", [False, True], ids=["sequences", "pack"])
 def test_shift_norm_and_rotation_in_one_launch(packed, norm, dtype):
-    """Error against the formula in fp64, on the whole, that of one operation after another in this dtype at the most.
+    """The RMS error against the formula in fp64 is at most that of separate operations in this dtype.
 
-    But for one unit, of a sum of N terms sqrt(N) of them: what is rounded once may by chance be rounded worse.
+    One unit is added, or sqrt(N) units for a sum of N terms: by chance, a single rounding can have the larger error.
     """
     normal = normal_numbers(19, dtype)
     batch, positions, heads, groups, size = (1 if packed else 2), 9, 5, 3, 6
@@ -79,7 +79,7 @@ def test_shift_norm_and_rotation_in_one_launch(packed, norm, dtype):
         if dtype == torch.float64:
             torch.testing.assert_close(result, exact[name], rtol=1e-12, atol=1e-12)
             continue
-        is_sum = name in ("gradient of alpha", "gradient of beta")  # over all tokens and elements, in float32
+        is_sum = name in ("gradient of alpha", "gradient of beta")  # sums over all tokens and elements in float32
         unit = torch.finfo(torch.float32 if is_sum else dtype).eps * (batch * positions * size if is_sum else 1) ** 0.5
         own_error, plain_error = ((x - exact[name]).square().mean().sqrt() for x in (result, plain[name]))
         assert own_error <= plain_error + unit * exact[name].square().mean().sqrt(), name

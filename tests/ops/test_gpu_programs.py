@@ -1,4 +1,4 @@
-"""The operator on a CUDA device as programs use it: tensors that live there, graphs, compilers, memory, devices."""
+"""The operator on a CUDA device: tensors on the device, memory, graphs, compilers and several devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .device import DEVICE, MARKS, carry, needs_cuda
 from .rounding import assert_within_one_rounding
 from .triton.test_call import COMPILED
 
-# torch.compile makes an instance of each autograd function that it traces.
+# torch.compile instantiates every autograd function that it traces.
 pytestmark = [
     *MARKS,
     pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.function\.Function'>:DeprecationWarning"),
@@ -37,13 +37,13 @@ modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 def there(case: Case, device: torch.device = DEVICE) -> Case:
-    """The same call with its tensors on the device."""
+    """Return the same call with its tensors on the device."""
     moved = {name: None if x is None else x.to(device) for name, x in case.where().items()}
     return replace(case.map(lambda x: carry(x, device)), **moved)
 
 
 def on_device(op: Callable) -> Callable:
-    """`op` for tensors that are on the CPU, gradients too."""
+    """Return a version of `op` for tensors on the CPU, which runs forward and backward on the device."""
 
     def carried(*tensors: Tensor, **options: Any) -> Any:
         moved = {name: x.to(DEVICE) if isinstance(x, Tensor | ShiftState) else x for name, x in options.items()}
@@ -55,7 +55,7 @@ def on_device(op: Callable) -> Callable:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list of one number: how often kernels were asked for."""
+    """A list whose only number counts how often kernels are requested."""
     counted, real = [0], triton_launch.kernels()
 
     def count() -> Any:
@@ -73,7 +73,7 @@ def nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# Tensors of the caller
+# Inputs on the device
 
 
 @modes
@@ -110,7 +110,7 @@ def test_the_same_bits_on_every_run(shape):
 @needs_cuda
 @pytest.mark.parametrize("state", [False, True], ids=["", "state"])
 def test_peak_memory_is_the_results_and_the_gradients(state):
-    """And a megabyte, for partial sums and for rounding up."""
+    """One MiB is added for partial sums and for the rounding up of sizes."""
     generator = torch.Generator(DEVICE).manual_seed(2)
     k, v, gk, gv = (
         torch.randn(2, 4096, 4, 128, dtype=torch.bfloat16, device=DEVICE, generator=generator) for _ in range(4)
@@ -119,7 +119,7 @@ def test_peak_memory_is_the_results_and_the_gradients(state):
     state = ShiftState.zeros(2, 4, 128, rows=1, dtype=k.dtype, device=DEVICE) if state else None
     leaves = [k.requires_grad_(), v.requires_grad_(), coefficients]
     kept = peak = 0
-    for _ in range(2):  # the first compiles
+    for _ in range(2):  # the first iteration compiles
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -134,7 +134,7 @@ def test_peak_memory_is_the_results_and_the_gradients(state):
 
 @needs_cuda
 def test_a_tensor_of_more_than_2_to_the_31_elements():
-    """4.3 GB of keys; the last tokens are those of a small call that continues from the token before them."""
+    """The keys take 4.3 GB; the last tokens equal those of a small call that continues from the token before them."""
     if torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip("the device has less than 24 GB to spare")
     positions = 2**31 // 128 + 999
@@ -181,7 +181,7 @@ def test_operators_keep_the_rules_of_torch_library(mode):
 )
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_one_compiled_graph_trains_on_any_number_of_tokens(mode, dtype, backend):
-    """Decomposed for the compiler, which fuses it with its neighbours, unless the kernels are asked for."""
+    """The operator is decomposed for the compiler, which fuses it with its neighbours, unless backend is "triton"."""
     counter = CompileCounterWithBackend(COMPILER)
     compiled = torch.compile(kv_shift, backend=counter, fullgraph=True, dynamic=True)
     for positions in (7, 2, 13):
@@ -196,7 +196,7 @@ def test_one_compiled_graph_trains_on_any_number_of_tokens(mode, dtype, backend)
 @needs_cuda
 @modes
 def test_a_cuda_graph_trains(mode):
-    """Captured once, replayed with other numbers in the same places: documents and padding may change too."""
+    """A graph that is captured once can be replayed with other numbers, documents and padding in the same tensors."""
     static = there(random_case(11, **mode))
     leaves = [x.requires_grad_() for x in static.leaves().values()]
 

@@ -1,7 +1,7 @@
-"""Negative controls: ways to get the operator wrong, most of them faults that a neighbour of it has had.
+"""Negative controls: faulty operators, most of them with faults that similar implementations have had.
 
-For each a named check notices, on the default path of a CPU, which is the compiled kernel, and on plain PyTorch. The
-checks are those that the tests call; that they pass on the real implementation is what all other tests say.
+A named check detects each fault, on the default path of a CPU, which is the compiled kernel, and in plain PyTorch. The
+checks are those that the tests call; all other tests show that they pass on the real implementation.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_inputs(backend: str) -> None:
 
 
 def check_blocks(backend: str) -> None:
-    """A sequence longer than a block, in pieces shorter than one."""
+    """Cut a sequence that is longer than a block into pieces."""
     case = random_case(17, 1, 2**14, heads=1, k_dim=33, v_dim=1)
     checks.check_pieces_are_the_whole(case, backend, [2**13])
 
@@ -109,11 +109,11 @@ check_wide_heads = partial(check_parity, case=random_case(19, 1, 3, k_dim=67, v_
 check_wide_window = partial(check_parity, case=random_case(23, 1, 6, window=4, rows=4))
 
 
-# The mutants, by file: right text, wrong text, check.
+# The mutants by file: the right text, the wrong text, and the check that detects it.
 
 Table = dict[str, dict[str, tuple[str, str, Check]]]
 SHIFT, PLAN, STATE, EAGER, KERNEL = "shift.py", "boundaries.py", "state.py", "torch_ops.py", "cpu/kernel.cpp"
-CALL = "shift(x, coefficients, state, plan)"  # of the backend
+CALL = "shift(x, coefficients, state, plan)"  # the call of the backend
 LAST = "        return y, state_after("
 NEXT = "state_after(x, state, plan, max_rows)"
 FIRST = "first_BT = bound_rank[:, sequence_T]"
@@ -149,7 +149,7 @@ OF_BOTH: Table = {
             check_holes,
         ),
         "boundaries ignored": (FIRST, "first_BT = bound_rank[:, sequence_T * 0]", check_packs),
-        "decoding by coincidence": (  # a pack of as many tokens as sequences
+        "decoding by coincidence": (  # a pack with as many tokens as sequences
             FIRST,
             f"{FIRST} if positions != cu_seqlens.shape[0] - 1 else rank_BT",
             check_as_many_sequences_as_tokens,
@@ -283,7 +283,7 @@ OF_AUTO: Table = {
 
 
 def mutants(table: Table, *backends: str) -> list[Any]:
-    """Parameters of a test: a `Mutant`, its check, and the backend. Those for which the kernel is built are slow."""
+    """Return test parameters: a `Mutant`, its check and the backend; mutants that need a new kernel build are slow."""
     return [
         pytest.param(
             Mutant(file, right, wrong), check, backend, id=f"{name}, {backend}", marks=SLOW if file == KERNEL else ()
@@ -312,7 +312,7 @@ def test_a_mutant_is_caught(mutant, check, backend, tmp_path):
 
 @pytest.mark.slow
 def test_a_kernel_that_is_built_from_the_same_text_passes(tmp_path):
-    """It is the changed text that is caught, not that the kernel was built anew."""
+    """The checks detect changed text, not that the kernel was rebuilt."""
     skip_unless_built("cpu")
     if shutil.which("g++") is None:
         pytest.skip("no compiler")

@@ -1,4 +1,4 @@
-"""Exactness, determinism, memory, and that nobody's tensors are edited."""
+"""Exactness, determinism and memory use of the operator, which never modifies its inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_identity_coefficients_return_keys_and_values_bit_for_bit(dtype, mode, b
 
 
 def with_infinities(x: Tensor) -> Tensor:
-    """Every third number a zero of either sign or an infinity."""
+    """Replace every third number by a zero or an infinity of either sign."""
     odd = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf], dtype=x.dtype)
     index = torch.arange(x.numel())
     return torch.where(index % 3 == 1, odd[index % 4], x.flatten()).reshape(x.shape)
@@ -45,11 +45,11 @@ def with_infinities(x: Tensor) -> Tensor:
 @dtypes
 @modes
 def test_identity_coefficients_return_zeros_of_both_signs_and_infinities_too(dtype, mode, backend):
-    """No 0 * infinity, and no 0 * 3 that would make a -0.0 a 0.0; the same for the gradients that come back."""
+    """There is no 0 * infinity, and no 0 * 3 that turns -0.0 into 0.0, neither forward nor in the gradients."""
     leave_to_one_dtype(backend, dtype)
     case = random_case(2, dtype=dtype, **mode).map(with_infinities)
     check_identity_returns_every_bit(case, backend)
-    if backend == "reference":  # its gradients are autograd's, which multiplies an infinite one by zero
+    if backend == "reference":  # autograd, which computes its gradients, multiplies infinite ones by zero
         return
     identity = torch.eye(1, case.window, dtype=case.alpha.dtype).expand_as(case.alpha)
     results = outcome(replace(case, alpha=identity, beta=identity), backend, through_state=False)
@@ -59,7 +59,7 @@ def test_identity_coefficients_return_zeros_of_both_signs_and_infinities_too(dty
 
 
 def test_a_lag_whose_coefficient_is_zero_is_not_read(backend):
-    """By each head for itself, whichever lag it is."""
+    """Holds for each head separately, and for any lag."""
     nan, inf = torch.nan, torch.inf
     k = torch.tensor([[3.0, 3.0], [inf, -0.0], [5.0, 7.0], [nan, inf], [2.0, 4.0]]).reshape(1, 5, 2, 1)
     coefficients = torch.tensor([[0.0, 1.0], [1.0, -0.0]])
@@ -76,7 +76,7 @@ def test_a_lag_whose_coefficient_is_zero_is_not_read(backend):
 
 @modes
 def test_a_coefficient_of_zero_has_its_gradient(mode, backend):
-    """It can be learned: identity is where a retrofitted model starts."""
+    """A coefficient of zero can be learned: a retrofitted model starts at the identity."""
     case = random_case(23, **mode)
     case.alpha[:, 1] = 0
     case.alpha[1] = 0
@@ -94,7 +94,7 @@ def test_callers_tensors_are_theirs(dtype, mode, backend):
 
 @pytest.mark.parametrize("positions", [0, 1, 2, 3])
 def test_a_state_shares_no_memory_with_what_it_was_made_from(positions, backend):
-    """However many tokens come in, fewer than the rows kept, as many, or more."""
+    """Holds for fewer tokens than rows of state, for as many, and for more."""
     case = random_case(5, positions=positions, rows=2)
     check_inputs_are_left_alone(case, backend)
     _, _, state = case.call(backend)
@@ -106,7 +106,7 @@ def test_a_state_shares_no_memory_with_what_it_was_made_from(positions, backend)
 
 @modes
 def test_memory_kept_for_backward_is_the_inputs_and_the_plan(mode, fast_backend):
-    """Of the size of k nothing but k, of the size of v nothing but v; with boundaries, some integers for each token."""
+    """Backward saves k and v and nothing else of their sizes; with boundaries, also a few integers per token."""
     case = random_case(11, **mode)
     inputs = case.leaves()
     addresses = {x.requires_grad_().data_ptr(): name for name, x in inputs.items()}
@@ -143,7 +143,7 @@ def test_without_gradients_nothing_is_kept(fast_backend):
     "shape", [{"batch": 3, "positions": 149}, {"lengths": [301, 1, 0, 139]}], ids=["sequences", "pack"]
 )
 def test_the_same_bits_on_every_run(shape, monkeypatch, fast_backend):
-    """Gradients of the coefficients are sums over all tokens: in one order, also with two threads in each block."""
+    """Gradients of the coefficients sum over all tokens in a fixed order, also with two threads in each block."""
     if fast_backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter runs one program after the other")
     monkeypatch.setattr(torch_ops, "_BLOCK", 2**17)
@@ -161,7 +161,7 @@ def test_the_same_bits_on_every_run(shape, monkeypatch, fast_backend):
 @pytest.mark.parametrize("identity", [False, True], ids=["random", "identity"])
 @modes
 def test_second_derivatives_are_those_of_the_reference(mode, identity, fast_backend):
-    """Asked of one input each: then autograd leaves out whatever is not on the way to it, an error too."""
+    """Requested for one input at a time: autograd then skips all nodes off its path, even those that would raise."""
     case = random_case(19, dtype=torch.float64, coefficient_dtype=torch.float64, **mode)
     if identity:
         one = torch.eye(1, case.window, dtype=torch.float64).expand_as(case.alpha)

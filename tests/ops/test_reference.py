@@ -1,4 +1,4 @@
-"""Small cases whose every number is worked out here by hand: what the reference itself is held against."""
+"""Small cases, with all numbers worked out by hand, against which the reference itself is tested."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvshift.ops import ShiftState, kv_shift, shift_tokens
 
 from .checks import check_hand_worked_values
 
-TEN = torch.tensor([[1.0, 10.0]])  # now once, the token before ten times
+TEN = torch.tensor([[1.0, 10.0]])  # the current token plus ten times the previous one
 BOTH = torch.tensor([[1.0, 0.0]])
 
 
 def column(*numbers: float) -> Tensor:
-    """A sequence of tokens with one head of one number."""
+    """Return a sequence of tokens with one head of one number."""
     return torch.tensor(numbers, dtype=torch.float32).reshape(1, -1, 1, 1)
 
 
@@ -38,7 +38,7 @@ def test_each_head_has_its_own_coefficients(backend):
 
 
 def test_documents_begin_anew(backend):
-    """Lengths 2, 0, 1, 2; each has a state of its own: 7, 8, 9, 6."""
+    """The documents have lengths 2, 0, 1 and 2 and, if there is a state, the states 7, 8, 9 and 6."""
     state = ShiftState(torch.tensor([7.0, 8, 9, 6]).reshape(4, 1, 1, 1), torch.zeros(4, 1, 1, 1), 1)
     k, v = column(1, 2, 3, 4, 5), column(0, 0, 0, 0, 0)
     bounds = torch.tensor([0, 2, 2, 3, 5], dtype=torch.int32)
@@ -46,13 +46,13 @@ def test_documents_begin_anew(backend):
     assert k_hat.flatten().tolist() == [1, 12, 3, 4, 45]
     k_hat, _, new_state = kv_shift(k, v, TEN, BOTH, state=state, cu_seqlens=bounds, backend=backend)
     assert k_hat.flatten().tolist() == [71, 12, 93, 64, 45]
-    assert new_state.k.flatten().tolist() == [2, 8, 3, 5]  # the empty one passes its state through
+    assert new_state.k.flatten().tolist() == [2, 8, 3, 5]  # the empty document passes its state through
 
 
 def test_documents_by_number(backend):
-    """Only the first document of a sequence continues from the state; the state is the last document's."""
+    """Only the first document of a sequence continues from the state; the new state is that of the last document."""
     state = ShiftState(column(8, 7), column(0, 0), 2)
-    numbers = torch.tensor([[4, 4, 9, 4]])  # a number seen before is a new document all the same
+    numbers = torch.tensor([[4, 4, 9, 4]])  # a repeated number still begins a new document
     k_hat, _, new_state = kv_shift(
         column(1, 2, 3, 5), column(0, 0, 0, 0), TEN, BOTH, state=state, seq_idx=numbers, backend=backend
     )
@@ -61,7 +61,7 @@ def test_documents_by_number(backend):
 
 
 def test_padding_is_skipped(backend):
-    """The token before is the one before that is real; the state is of the last real ones."""
+    """The previous token is the previous real one, and the state holds the last real token."""
     mask = torch.tensor([[False, True, False, True, False]])
     k_hat, _, state = kv_shift(column(50, 1, 60, 2, 70), column(0, 0, 0, 0, 0), TEN, BOTH, mask=mask, backend=backend)
     assert k_hat.flatten().tolist() == [0, 1, 0, 12, 0]
@@ -77,7 +77,7 @@ def test_a_sequence_of_padding_alone_keeps_its_state(backend):
 
 
 def test_one_tensor_alone(backend):
-    """`shift_tokens`, with two rows of state kept of three that could be."""
+    """`shift_tokens` returns a state of up to `max_rows` rows."""
     x_hat, state = shift_tokens(column(1, 2), TEN, state=column(5), max_rows=2, backend=backend)
     assert x_hat.flatten().tolist() == [51, 12]
     assert state.flatten().tolist() == [1, 2]
@@ -89,7 +89,7 @@ def test_one_tensor_alone(backend):
 
 
 def test_state_grows_to_its_limit(backend):
-    """After a crop, rows come back one for each token."""
+    """After a crop, the state grows again by one row per token."""
     state, held = ShiftState.zeros(1, 1, 1, rows=3).crop(2), []
     for number in (1.0, 2.0, 3.0):
         _, _, state = kv_shift(column(number), column(-number), TEN, TEN, state=state, backend=backend)

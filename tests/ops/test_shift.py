@@ -1,4 +1,4 @@
-"""Every backend gives the exact result, rounded once: forward, and the gradient of every input."""
+"""Every backend gives the exact result with one rounding: forward, and the gradient of every input."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_search_for_a_call_that_differs_from_the_reference(case, backend):
 
 
 @pytest.mark.slow
-@settings(max_examples=40)  # each takes the interpreter a quarter of a second
+@settings(max_examples=40)  # the interpreter takes a quarter of a second for each
 @given(case=cases())
 def test_search_for_a_call_whose_kernels_differ_from_the_reference(case):
     skip_unless_built("triton")
@@ -92,7 +92,7 @@ def test_search_for_a_call_whose_kernels_differ_from_the_reference(case):
 @pytest.mark.slow
 @given(case=cases())
 def test_search_for_a_call_whose_blocks_differ_from_the_reference(case):
-    """Blocks of one to three positions: their borders fall everywhere."""
+    """Blocks have one to three positions, so their borders fall everywhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_ops, "_BLOCK", 32)
         assert_within_one_rounding(case, "eager", through_state=True)
@@ -107,7 +107,7 @@ def test_blocks_change_no_bit_but_the_order_of_the_coefficients_sum(mode, dtype,
     assert_within_one_rounding(case, "eager", through_state=True)
 
 
-MOST = ("pack, state, padding", "documents, state, padding")  # boundaries of both kinds, each with all else
+MOST = ("pack, state, padding", "documents, state, padding")  # both kinds of boundaries, with everything else
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ MOST = ("pack, state, padding", "documents, state, padding")  # boundaries of bo
     indirect=["backend"],
 )
 def test_gradcheck(mode, backend):
-    """Derivatives against finite differences in fp64, of every element of every result by that of every input.
+    """Compare derivatives with finite differences in fp64, for every element of every result and every input.
 
-    Of the reference in every mode: with its gradients those of the others are compared, above. Of the Triton kernels,
-    which the interpreter runs a thousand times slower, along one random direction.
+    The reference is tested in every mode, since the tests above compare all other gradients with its own. The Triton
+    kernels, a thousand times slower in the interpreter, are tested along one random direction.
     """
     shape = {"positions": 5, "heads": 2, "k_dim": 2, "v_dim": 1} | MODES[mode]
     case = random_case(11, dtype=torch.float64, coefficient_dtype=torch.float64, **shape)
@@ -143,7 +143,7 @@ def test_gradcheck(mode, backend):
 
 @pytest.mark.parametrize("trained", ["k", "v", "alpha", "beta", "state.k", "state.v"])
 def test_a_single_input_may_need_its_gradient_alone(trained, fast_backend):
-    """Coefficients alone, for one, where the rest of a model is frozen."""
+    """For example, only the coefficients need gradients if the rest of a model is frozen."""
     case = random_case(13, rows=1)
     leaves = case.leaves()
     expected = outcome(case, fast_backend)[f"gradient of {trained}"]
@@ -157,7 +157,7 @@ def test_a_single_input_may_need_its_gradient_alone(trained, fast_backend):
 
 
 def test_coefficients_of_a_long_sequence_keep_their_precision(fast_backend):
-    """A running sum in fp32 would be off by 1e-4 here; a tree of sums is not. The interpreter is too slow for it."""
+    """A running sum in fp32 would be off by 1e-4 here; a tree of sums is not. The interpreter gets fewer positions."""
     interpreted = fast_backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     positions = 2_003 if interpreted else 100_003
     x = torch.full((1, positions, 1, 3), 0.1)
@@ -170,7 +170,7 @@ def test_coefficients_of_a_long_sequence_keep_their_precision(fast_backend):
 
 
 def test_what_lies_between_may_exceed_the_dtype():
-    """Products that fp16 cannot hold cancel in the fp32 sum; a result that it cannot hold is infinite."""
+    """Products that exceed fp16 cancel in the fp32 sum; a result that exceeds fp16 is infinite."""
     k = torch.tensor([60000.0, 60000.0, 30000.0], dtype=torch.float16).reshape(1, 3, 1, 1)
     coefficients = torch.tensor([[1.5, -1.0]])
     k_hat, v_hat, _ = Case(k, k, coefficients, coefficients.neg()).call("eager")
@@ -192,7 +192,7 @@ def test_the_smallest_numbers_survive(dtype):
 @modes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_and_matmul_precision_change_no_bit(mode, dtype):
-    """The arithmetic is in fp32 whatever a model lets its matrix products do, backward too."""
+    """The operator computes in fp32 whatever precision a model allows for its matrix products, backward too."""
     case = random_case(19, dtype=dtype, **mode)
     expected = outcome(case, "eager")
     before = torch.get_float32_matmul_precision()

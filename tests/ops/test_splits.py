@@ -1,4 +1,4 @@
-"""A sequence fed in pieces, the state passed on, gives the whole: every bit, in every dtype, for every cut."""
+"""A sequence fed in pieces, with the state passed on, gives every bit of the whole, in every dtype, for every cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ windows = pytest.mark.parametrize("window", WINDOWS)
 
 
 def check_every_cut(case: Case, backend: str, positions: int) -> None:
-    """One cut anywhere, both ends included; then a cut after every token."""
+    """Check a single cut at every position, both ends included, and cuts after every token."""
     check_pieces_are_the_whole(case, backend, *([cut] for cut in range(positions + 1)), range(1, positions))
 
 
@@ -35,7 +35,7 @@ def test_sequences(dtype, spare_rows, window, backend):
 
 @covering(dtype=DTYPES, spare_rows=SPARE, window=WINDOWS)
 def test_packs(dtype, spare_rows, window, backend):
-    """Each call gets a pack of the next piece of each sequence; pieces of those that have ended are empty."""
+    """Each call gets a pack of the next piece of every sequence; the pieces of sequences that have ended are empty."""
     kept = None if spare_rows is None else window - 1 + spare_rows
     case = random_case(3, lengths=LENGTHS, dtype=dtype, window=window, rows=kept)
     check_every_cut(case, backend, max(LENGTHS))
@@ -58,7 +58,7 @@ def test_padded_packs(spare_rows, window, backend):
 
 @windows
 def test_cuts_inside_numbered_documents(window, backend):
-    """The first document of a sequence continues the state, so a cut on a boundary needs a fresh state instead."""
+    """The first document of a call continues the state, so only cuts inside documents may pass the state on."""
     numbers = [[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]]
     case = random_case(11, 2, 7, window=window, rows=4, seq_idx=numbers)
     check_pieces_are_the_whole(case, backend, [0], [1], [2], [4], [6], [7], [1, 2, 4, 6])
@@ -92,7 +92,7 @@ def test_search_for_cuts_that_matter(case, data):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dims", [(64, 128), (37, 5)], ids=str)
 def test_long_sequences_in_blocks_and_threads(dtype, dims):
-    """Several blocks, long enough for two threads; odd sizes leave remainders of every vector width."""
+    """The blocks are long enough for two threads; odd sizes leave remainders of every vector width."""
     case = random_case(17, 1, 1031, heads=5, k_dim=dims[0], v_dim=dims[1], dtype=dtype)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -107,7 +107,7 @@ def test_long_sequences_in_blocks_and_threads(dtype, dims):
 @pytest.mark.parametrize("window", [2, 3, 4])
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["sequence", "pack"])
 def test_gradients_come_back_through_the_state(window, lengths, backend):
-    """Back-propagation through two pieces gives the gradients of the whole."""
+    """Backpropagation through two pieces gives the gradients of the whole sequence."""
     shape = {"lengths": lengths, "positions": 7, "window": window, "rows": window}
     case = random_case(19, 1, dtype=torch.float64, coefficient_dtype=torch.float64, **shape)
     expected = outcome(case, backend)

@@ -1,4 +1,4 @@
-"""`ShiftState`: every method against its definition, and rollback against never having fed the tokens."""
+"""Every method of `ShiftState` compared with its definition, and rollback with never having seen the tokens."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_two_crops_take_back_no_more_than_one():
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("accepted", [[2, 0, 3, 1], [0, 0, 3, 3], [3, 3, 3, 3]], ids=str)
 def test_speculative_decoding_is_plain_decoding(window, accepted, backend):
-    """Feed the last token and three drafts at once; keep as many as are accepted, take back the rest, continue."""
+    """Each step feeds the last token and three drafts at once, keeps the accepted drafts, and crops the rest."""
     drafts = 3
     case = random_case(3, 2, 17, window=window)
     k_plain, v_plain, state_plain = case.call(backend)
@@ -124,7 +124,7 @@ def test_speculative_decoding_is_plain_decoding(window, accepted, backend):
 
 
 def test_with_boundaries_the_state_keeps_its_length(backend):
-    """How many real tokens a sequence has is data; the shape of its state must not depend on it."""
+    """The number of real tokens of a sequence is data, and the shape of its state must not depend on data."""
     case = random_case(11, 2, 4, rows=5)
     cropped = case.state.crop(3)
     mask = torch.ones(2, 4, dtype=torch.bool)
@@ -178,7 +178,7 @@ def test_split_and_stack_are_inverses(sizes, parts, queries):
 
 
 def test_requests_that_arrived_apart_continue_together(backend):
-    """Batched decoding of three requests with prompts of different lengths is each of them alone."""
+    """Batched decoding of three requests with prompts of different lengths equals decoding each of them alone."""
     case = random_case(13, batch=3, positions=7)
     alone, states = [], []
     for row, length in enumerate([6, 2, 4]):

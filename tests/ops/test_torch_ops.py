@@ -1,6 +1,6 @@
-"""Tracers, transforms of functions, forward-mode AD and batches of gradients get what the reference gives.
+"""Tracers, function transforms, forward-mode AD and batched gradients give the results of the reference.
 
-Of every backend that may be asked for; `kvshift.ops.torch_ops.shift_traceable` takes all such calls.
+This holds for every backend that a caller can request; `kvshift.ops.torch_ops.shift_traceable` handles all such calls.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 @pytest.fixture(params=["auto", "cpu", "eager", "triton"])
 def asked(request: pytest.FixtureRequest) -> str:
-    """What a caller may ask for, but the reference."""
+    """The requested backend: any but the reference."""
     skip_unless_built(request.param)
     return request.param
 
 
 def small(mode: dict) -> Case:
-    """fp64; one coefficient is zero, and so is a lag of a whole head."""
+    """Return a small call in fp64, with one coefficient of zero and one lag that is zero for a whole head."""
     shape = {"batch": 1, "positions": 3, "heads": 2, "k_dim": 2, "v_dim": 1} | mode
     case = random_case(2, dtype=torch.float64, coefficient_dtype=torch.float64, **shape)
     case.alpha[1, -1] = 0
@@ -47,7 +47,7 @@ def small(mode: dict) -> Case:
 
 
 def function_of(case: Case, backend: str) -> tuple[Function, tuple[Tensor, ...]]:
-    """The call as a function of its tensors of numbers, and those."""
+    """Return the call as a function of its floating-point tensors, and these tensors."""
 
     def call(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         state = ShiftState(*rows, case.state.max_rows) if case.state is not None else None
@@ -79,7 +79,7 @@ def test_a_trace_computes_what_the_call_does_on_other_numbers(mode, how, asked):
 
 @modes
 def test_jacobians_of_every_kind_are_those_of_the_reference(mode, asked):
-    """Row by row, through batches of gradients, by transforms, and forwards."""
+    """Computed by function transforms and through batches of gradients."""
     function, inputs = function_of(small(mode), asked)
     reference, _ = function_of(small(mode), "reference")
     expected = torch.autograd.functional.jacobian(reference, inputs)
@@ -89,7 +89,7 @@ def test_jacobians_of_every_kind_are_those_of_the_reference(mode, asked):
 
 
 @modes
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own use of it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch itself uses torch.jit.script
 def test_tangents_are_those_of_the_reference(mode, asked):
     function, inputs = function_of(small(mode), asked)
     reference, _ = function_of(small(mode), "reference")
@@ -104,7 +104,7 @@ def test_tangents_are_those_of_the_reference(mode, asked):
 
 @modes
 def test_gradients_of_each_sample(mode, asked):
-    """Of a batch of whole calls with shared coefficients: `vmap(grad)`, the way of differential privacy."""
+    """Per-sample gradients with shared coefficients by `vmap(grad)`, as in differential privacy."""
     case = small(mode)
     generator = torch.Generator().manual_seed(5)
     samples = torch.randn(3, *case.k.shape, generator=generator, dtype=case.k.dtype)

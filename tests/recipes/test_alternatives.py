@@ -1,4 +1,4 @@
-"""What the paper leaves open, both ways: what is run, and what is said of it."""
+"""The recipe `alternatives` (other readings of Figure 1a): its jobs, its verdicts and its figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = {"task": {"name": "induction", "length": 16, "vocab_size": 64}, "steps
 
 
 def records(ratios: dict[str, list[float]]) -> list[Record]:
-    """Two plain layers reach 90 % at step 200 and a little, one with shift at the given ratio of that."""
+    """Return runs: two plain layers reach 90 % soon after step 200, one shifted layer at a ratio of that, by seed."""
     found = []
     for reading in READINGS:
         for seed, ratio in enumerate(ratios.get(reading.words, [0.25, 0.26, 0.27])):
@@ -38,7 +38,7 @@ def verdicts(ratios: dict[str, list[float]]) -> dict[str, str]:
 def test_readings_differ_from_ours_in_one_thing(preset: str):
     jobs = {job.arm: job.config for job in RECIPE.jobs(preset, [7])}
     assert len(jobs) == 8
-    figure = {job.arm: job.config for job in fig01a.RECIPE.jobs(preset, [7])}  # one study: the same runs
+    figure = {job.arm: job.config for job in fig01a.RECIPE.jobs(preset, [7])}  # one study: the runs are shared
     config, width, _ = fig01a.SIZES[preset]
     for model in MODELS:
         ours = jobs[alternatives._arm(model, OURS)]
@@ -77,7 +77,7 @@ def test_a_reading_by_which_some_run_does_not_learn_leaves_open_whether_it_matte
     claims = RECIPE.claims(given)
     assert len(claims) == 7
     half, *_ = (claim for claim in claims if claim.statement.startswith(alternatives._said(reading)))
-    assert half.direction == "not shown"  # three of three
+    assert half.direction == "not shown"  # three seeds of three are too few
     assert "not reached within 400 steps by 3 of 3 seeds" in half.ours
     which = "ours" if reading is OURS else "this reading"
     open_ones = [claim for claim in claims if claim.ours == f"no ratio: by {which} some run has not reached 90 %"]
@@ -86,7 +86,7 @@ def test_a_reading_by_which_some_run_does_not_learn_leaves_open_whether_it_matte
 
 
 def test_the_figure_has_a_panel_for_each_reading():
-    """Whose title stays within the figure."""
+    """Panel titles also stay within the figure."""
     figure = RECIPE.plot(records({}))
     figure.draw_without_rendering()
     panels = figure.axes

@@ -1,4 +1,4 @@
-"""The list of recipes is gathered from the folders: each has its header, its study, and what is said beside them."""
+"""The catalogue lists every recipe folder, with the header, the study and the notes of each."""
 
 from __future__ import annotations
 

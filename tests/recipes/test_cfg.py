@@ -1,4 +1,4 @@
-"""The grammar recipe: what it runs, what it says of what was found, and one run of it."""
+"""The recipe `cfg`: its jobs, its verdicts and its figure, and one complete run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def records(
     prefix: tuple[Sequence[float], Sequence[float]] = ([0.3], [0.3]),
     loss: tuple[Sequence[float], Sequence[float]] = ([0.8], [0.8]),
 ) -> list[Record]:
-    """With shares and losses of KV-shift and of vanilla, by seed."""
+    """Return runs with these shares and losses: each argument has a value per seed for KV-shift, then for vanilla."""
     found = []
     for which, label in enumerate(("KV-shift", "vanilla")):
         for seed, share in enumerate(start[which]):
@@ -53,7 +53,7 @@ def test_the_paper_preset_is_the_setting_of_part_1():
     assert (config.model.hidden_size, config.model.num_hidden_layers, config.model.num_attention_heads) == (768, 12, 12)
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (3e-4, 0.9, 0.98, 0.1)
-    # linear from the end of the warm-up to the end of training
+    # The rate decays linearly from the end of the warm-up to the end of training.
     assert optimizer.warmup_steps == config.steps - round(config.steps * optimizer.decay_fraction)
     assert RECIPE.jobs("laptop", [0])[0].config.task.grammar == CFG3S
 
@@ -72,7 +72,7 @@ def test_the_paper_preset_is_the_setting_of_part_1():
 def test_each_measure_is_judged_by_its_own_interval(
     ours: list[float], theirs: list[float], direction: str, measure: int
 ):
-    """Paired by seed, in whatever order the records come; losses at their own margin, a fifth of that of shares."""
+    """Records are paired by seed in any order. The margin for losses is a fifth of the margin for shares."""
     assert cfg.SHARE_MARGIN == 5 * cfg.LOSS_MARGIN
     measures = [([0.3] * len(ours), [0.3] * len(ours)) for _ in range(3)]
     scale = 0.2 if measure == 2 else 1
@@ -82,7 +82,7 @@ def test_each_measure_is_judged_by_its_own_interval(
     claims = claims[:3]
     assert claims[measure].direction == direction
     others = {claim.direction for at, claim in enumerate(claims) if at != measure}
-    assert others == {"not shown"}  # equal to the last bit in three seeds
+    assert others == {"not shown"}  # exactly equal in all three seeds
 
 
 def test_a_claim_states_both_shares_and_their_difference():
@@ -114,7 +114,7 @@ def test_the_figure_shows_both_models_and_the_floor():
     left, right = RECIPE.plot(records(([0.5, 0.6], [0.5, 0.4]))).axes
     assert {*left.get_legend_handles_labels()[1]} == {"KV-shift", "vanilla", "least possible"}
     assert right.get_legend_handles_labels()[1] == ["KV-shift", "vanilla"]
-    assert len(left.containers) == 2  # the mean of each, with its interval
+    assert len(left.containers) == 2  # the mean of each model, with its interval
     assert len(right.containers) == 8  # two models, two seeds, two kinds of questions
 
 
@@ -130,7 +130,7 @@ def test_a_run_of_smoke(tmp_path: Path):
 
 
 def test_the_floor_is_that_of_the_sequences_a_run_is_evaluated_on(tmp_path: Path):
-    """Whose labels it counts by slice; of batches of different size."""
+    """The rows fill batches of different sizes; a run also counts their labels by slice."""
     job = RECIPE.jobs("smoke", [3])[0]
     job = replace(job, config=replace(job.config, eval_rows=11))
     job.run(tmp_path)

@@ -1,4 +1,4 @@
-"""Decide: what it runs, and what it says at each depth and over them."""
+"""The recipe `decide`: its jobs, its verdicts at each depth and over all depths, and its figure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = [100, 200, 300, 400]
 
 
 def records(gains: dict[int, list[float]], *, on_new: float = 0.0) -> list[Record]:
-    """Vanilla falls from 4 to 3.4; with the shift the last loss is lower by the gain, on new tokens by `on_new`."""
+    """Return runs whose last loss is about 3.4, lower with the shift by the gain (after a new token by `on_new`)."""
     found = []
     for layers, by_seed in gains.items():
         config = replace(decide.LAPTOP, model=replace(decide.LAPTOP.model, num_hidden_layers=layers))
@@ -47,10 +47,10 @@ SOME = {2: [0.03, 0.04, 0.05], 4: [0.02, 0.03, 0.04], 8: [0.05, 0.01, 0.06]}
 def test_nothing_is_read_twice_and_no_seed_of_the_pilot_is_reported():
     for job in RECIPE.jobs("laptop", [0]):
         config = job.config  # type: ignore[attr-defined]
-        assert config.steps * config.batch_size <= 52_334  # sequences of the corpus, as counted
+        assert config.steps * config.batch_size <= 52_334  # sequences counted in the corpus
     pilot = {job.seed for job in RECIPE.jobs("pilot", range(2))}
     assert pilot == {2000, 2001}
-    assert {job.seed for job in RECIPE.jobs("pilot", sorted(pilot))} == pilot  # asked for by the seeds of records
+    assert {job.seed for job in RECIPE.jobs("pilot", sorted(pilot))} == pilot  # also if given the seeds of records
 
 
 def test_the_pilot_decides_no_claim():
@@ -91,8 +91,8 @@ def test_gains_by_kind_and_tokens_to_copying():
     assert found["2 layers, at the end, pairs seen in the row before: KV shift has a lower loss"].direction == "holds"
     assert "-0.010" in found["2 layers, at the end, first token new in the row: KV shift has a lower loss"].ours
     sooner = "KV-shift, 2 layers: a prefix matching of 0.2 sooner than vanilla, 2 layers"
-    assert found[sooner].direction == "not shown"  # all seeds differ alike here: no interval
-    assert "0.761" in found[sooner].ours  # of (200 + 100 * 0.19 / 0.29) and (300 + 100 * 0.19 / 0.39) steps
+    assert found[sooner].direction == "not shown"  # the difference is equal in all seeds, so there is no interval
+    assert "0.761" in found[sooner].ours  # (200 + 100 * 0.19 / 0.29) / (300 + 100 * 0.19 / 0.39)
 
 
 def test_the_figure_has_a_panel_for_losses_matching_and_gains():

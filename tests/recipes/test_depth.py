@@ -1,4 +1,4 @@
-"""Depth: what it runs, where it looks for its text, and what it says of what was found."""
+"""The recipe `depth`: its jobs, where it looks for text, and its verdicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import to_json
 from kvshift.lab.data.config import SHARED
 from kvshift.lab.study.arm import Arm, pair
-from kvshift.lab.study.jobs import on_text_at_hand
+from kvshift.lab.study.jobs import with_available_text
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
@@ -23,7 +23,7 @@ RECIPE = depth.RECIPE
 
 
 def record(layers: int, variant: str, losses: list[float], seed: int = 0) -> Record:
-    """A run with these losses after 100, 200 ... steps."""
+    """Return a run with these losses after 100, 200, ... steps."""
     (job,) = [
         replace(job, config=replace(job.config, model=replace(job.config.model, num_hidden_layers=layers)))
         for job in depth.jobs("laptop", [seed])
@@ -35,7 +35,7 @@ def record(layers: int, variant: str, losses: list[float], seed: int = 0) -> Rec
 
 
 def records(gains: dict[int, list[float]], *, base: float = 4.0) -> list[Record]:
-    """Every vanilla model goes from 5 to `base` in four evaluations, more layers lower; the other is lower by gain."""
+    """Return runs in which vanilla falls to `base` less 0.1 per layer, and KV-shift is lower by the gain throughout."""
     found = []
     for layers, by_seed in gains.items():
         for seed, gain in enumerate(by_seed):
@@ -52,7 +52,7 @@ def directions(given: list[Record]) -> dict[str, str]:
 
 def test_no_run_of_the_laptop_reads_its_text_twice():
     config = depth.LAPTOP
-    assert config.steps * config.batch_size <= 69_814  # sequences of the corpus, as a run recorded them
+    assert config.steps * config.batch_size <= 69_814  # sequences in the corpus, as a run recorded them
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_whether_the_gain_survives_depth(gains: dict[int, list[float]], survives
 
 
 def test_at_equal_compute_a_deep_model_has_taken_fewer_steps():
-    """Eight layers, with a gain of 0.1 that is gone at the last step: at equal compute it is still there."""
+    """With eight layers the gain of 0.1 vanishes only at the last step, which lies beyond the compute of two layers."""
     gains = {2: [0.1, 0.11, 0.12], 8: [0.1, 0.11, 0.12]}
     given = records(gains)
     for at, one in enumerate(given):
@@ -95,7 +95,7 @@ def test_compute_is_read_off_between_evaluations():
     assert depth.at_compute(one, 250 * each) == pytest.approx(2.5)
     assert depth.at_compute(one, 300 * each) == depth.at_compute(one, 900 * each) == 2.0
     assert depth.at_compute(one, 10 * each) == 4.0
-    # per token and layer 6 * (4 E^2 + 3 E F) and 12 E (T + 1) / 2; for all, the head: 6 V E
+    # 6 * (4 E^2 + 3 E F) + 12 E (T + 1) / 2 per token and layer, and 6 V E per token for the output head
     flops = {
         layers: 6 * (layers * (4 * 64**2 + 3 * 64 * 192) + 1024 * 64) + layers * 12 * 64 * 64.5 for layers in (2, 8)
     }
@@ -123,7 +123,7 @@ def test_the_figure_shows_losses_over_compute_and_gains_over_depth():
 def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Jobs that are on bundled text stay as they are, as do all where a folder is named."""
+    """Jobs on bundled text stay unchanged, and so do all jobs when a folder is named."""
     monkeypatch.delenv(SHARED, raising=False)
     if given is not None:
         monkeypatch.setenv(SHARED, given)
@@ -139,10 +139,10 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
     assert {(job.config.data.corpus, job.config.data.validation) for job in started} == {("tinyshakespeare", None)}
     assert "the bundled corpus, far smaller, stands for it" in capsys.readouterr().err
     asked = RECIPE.jobs("smoke", [0])
-    assert on_text_at_hand(asked) == asked
+    assert with_available_text(asked) == asked
     monkeypatch.setenv(SHARED, str(tmp_path))
     asked = RECIPE.jobs("laptop", [0])
-    assert on_text_at_hand(asked) == asked
+    assert with_available_text(asked) == asked
 
 
 @pytest.mark.parametrize(("given", "said"), [(None, "not set"), ("", "not set"), ("here", "'.*here', which has none")])

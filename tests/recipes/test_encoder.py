@@ -1,4 +1,4 @@
-"""The encoder's recipe: what it runs, and what it says of what was found."""
+"""The recipe `encoder`: its jobs and its verdicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvshift.lab.data.config import SHARED
-from kvshift.lab.study.jobs import on_text_at_hand
+from kvshift.lab.study.jobs import with_available_text
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.building import build_model, count_parameters, describe
 from kvshift.recipes.encoder import study as encoder
@@ -60,12 +60,12 @@ def test_a_loss_of_every_seed_fails_and_no_difference_is_not_shown() -> None:
 def test_where_no_folder_of_text_is_named_the_records_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARED, raising=False)
     asked = RECIPE.jobs("laptop", [0])
-    made: list[Any] = on_text_at_hand(asked)
+    made: list[Any] = with_available_text(asked)
     tasks = [job.config.task for job in made]
     assert [(task.corpus, task.validation) for task in tasks] == [("tinyshakespeare", None)] * 4
-    assert on_text_at_hand(RECIPE.jobs("smoke", [0])) == RECIPE.jobs("smoke", [0])
+    assert with_available_text(RECIPE.jobs("smoke", [0])) == RECIPE.jobs("smoke", [0])
     monkeypatch.setenv(SHARED, "folder")
-    assert on_text_at_hand(asked) == asked
+    assert with_available_text(asked) == asked
 
 
 def test_the_figure_has_a_curve_for_each_model() -> None:

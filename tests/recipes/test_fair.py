@@ -1,4 +1,4 @@
-"""What makes a comparison fair, of each preset that trains: one grid for all, and a word on how it was chosen."""
+"""Comparisons are fair: each preset that trains has one grid for all variants and a note on how it was chosen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAIN = [
     (name, preset)
     for name, entry in CATALOGUE.items()
     for preset in entry.presets
-    if preset not in ("smoke", "paper")  # no verdict on smoke means anything, and the paper's rates are the paper's
+    if preset not in ("smoke", "paper")  # smoke decides nothing, and the paper gives its rates
     and any(isinstance(job, RunJob) for job in find_recipe(name).jobs(preset, [0]))
 ]
 

@@ -1,4 +1,4 @@
-"""Figures 1a and 1b: the verdicts that curves lead to."""
+"""Figures 1a and 1b: the verdicts on given learning curves, and the sizes and settings of the models."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def directions(curves: Mapping[str, Sequence[float]], seeds: int = 5) -> list[st
         (NEVER, NEVER, (0.1, 0.5, 0.95, 1.0), ["fails", "holds", "fails"]),
         (AT_ONCE, AT_ONCE, (0.1, 0.5, 0.95, 1.0), ["holds", "fails", "holds"]),
         (AT_ONCE, NEVER, AT_ONCE, ["holds", "holds", "fails"]),
-        (AT_ONCE, NEVER, NEVER, ["holds", "holds", "holds"]),  # sooner than the last step of a run that never came
-        ((0.1, 0.5, 0.95, 1.0), NEVER, NEVER, ["holds", "holds", "not shown"]),  # at most 0.7: perhaps a half
+        (AT_ONCE, NEVER, NEVER, ["holds", "holds", "holds"]),  # a run that never learns counts at its last step
+        ((0.1, 0.5, 0.95, 1.0), NEVER, NEVER, ["holds", "holds", "not shown"]),  # ratios below 0.72 include 0.5
     ],
     ids=["paper", "no-learner", "one-layer-too", "equal", "never", "late"],
 )
@@ -63,7 +63,7 @@ def test_claims_of_figure_1a(ours, one, two, expected) -> None:
 
 
 def test_three_of_three_do_not_decide_what_has_no_interval() -> None:
-    """Two plain layers that never reach 90 %: how much sooner the others are is a bound of each seed, no interval."""
+    """If two plain layers never reach 90 %, each seed only bounds the ratio of steps, and there is no interval."""
     curves = {
         "vanilla, 4 layers": NEVER,
         "vanilla, 2 layers": NEVER,
@@ -97,7 +97,7 @@ def test_claim_of_figure_1b() -> None:
 
 
 def test_models_have_the_papers_sizes() -> None:
-    """Figure 9 states the parameters of its three models, which F = 8 E / 3 in multiples of 8 gives exactly."""
+    """F = 8 E / 3, as a multiple of 8, gives the (rounded) parameter counts of the three models of Figure 9."""
     from kvshift.lab.study.models import sized
 
     for width, layers, heads, mlp, stated in ((1024, 4, 8, 2736, 50e6), (128, 2, 1, 344, 0.4e6), (8, 1, 1, 24, 0.8e3)):

@@ -1,4 +1,4 @@
-"""Figure 2: its claims follow its records, and its figure is drawn from them alone."""
+"""Figure 2: the verdicts follow from the records, and the figure is drawn from the records alone."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def verdicts(records: dict[str, Record]) -> list[str]:
 def test_what_the_formulas_give(records: dict[str, Record]) -> None:
     assert verdicts(records) == ["holds", "holds", "holds", "holds", "fails", "holds"]
     least, descent, sparse, _, script, flow = RECIPE.claims([*records.values()])
-    assert "1.23758, 2.38421, 4.60882" in least.ours  # worked out for the specification, apart from this code
-    assert least.size == "there by Table 3 and by the script, too"
-    assert descent.size.startswith("by Table 3, 33.3, 11.1, 0.0 % for O(T) = 0, 10, 100")  # 3, 1 and none of 9 starts
+    assert "1.23758, 2.38421, 4.60882" in least.ours  # from the specification, not this code
+    assert least.note == "there by Table 3 and by the script, too"
+    assert descent.note.startswith("by Table 3, 33.3, 11.1, 0.0 % for O(T) = 0, 10, 100")  # 3, 1 and 0 of 9 starts
     assert sparse.ours.endswith("6, 3, 0 levels")
-    assert "99.97" in sparse.size
+    assert "99.97" in sparse.note
     assert "script 1.50, 9.82, 99.97; Table 3 1.18, 2.49, 4.62; derived 1.24, 2.38, 4.61" in script.ours
     assert flow.ours.startswith("T = 32: a = (")
-    assert "3.42" in flow.size
+    assert "3.42" in flow.note
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_other_fields_would_fail(records: dict[str, Record], claim: int, panel: 
     records["exact"].result["panels"][panel].update(changed)
     found = verdicts(records)
     assert found.pop(claim) == "fails"
-    assert found.count("fails") == 1  # of the script, as before
+    assert found.count("fails") == 1  # the claim about the script, as before
 
 
 def test_a_minimum_elsewhere_in_print_is_said(records: dict[str, Record]) -> None:
     records["paper"].result["panels"]["O(T) = 10"]["minimum"] = [1, 0]
     claim = RECIPE.claims([*records.values()])[0]
-    assert (claim.direction, claim.size) == ("holds", "elsewhere by Table 3")
+    assert (claim.direction, claim.note) == ("holds", "elsewhere by Table 3")
 
 
 def test_a_script_of_the_theorem_would_hold(records: dict[str, Record]) -> None:
@@ -115,6 +115,6 @@ def test_what_is_drawn_is_the_field_to_five_digits_on_its_own_grid() -> None:
 
 def test_the_presets() -> None:
     assert [job.arm.label for job in RECIPE.jobs("paper", [0])] == ["exact", "paper", "script", "flow"]
-    assert {job.config.points for job in RECIPE.jobs("paper", [0])[:3]} == {1000}  # as np.linspace in the paper
+    assert {job.config.points for job in RECIPE.jobs("paper", [0])[:3]} == {1000}  # the paper uses np.linspace
     for preset in RECIPE.presets:
-        assert [job.seed for job in RECIPE.jobs(preset, [0, 1, 2])] == [0] * 4  # nothing is drawn
+        assert [job.seed for job in RECIPE.jobs(preset, [0, 1, 2])] == [0] * 4  # nothing is random

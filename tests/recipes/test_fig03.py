@@ -1,4 +1,4 @@
-"""Figure 3: the large models' dry run, and what is said of it."""
+"""Figure 3: the dry run of the large models, and the verdicts on it."""
 
 from __future__ import annotations
 

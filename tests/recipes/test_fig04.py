@@ -1,4 +1,4 @@
-"""Figure 4: what is run at which rate, what counts as diverged, and what is said of it."""
+"""Figure 4: the learning rates, the criterion for divergence, the verdicts and the figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPE = fig04.RECIPE
 
 
 def records(gains: list[float], *, size: str | None = "1.5B") -> list[Record]:
-    """Vanilla ends at 3 and a little, KV-shift lower by the gain of the seed; at every rate."""
+    """Return runs at every rate: vanilla ends a little above 3, KV-shift lower by the gain of the seed."""
     found = []
     for rate in PAPER_RATES:
         for seed, gain in enumerate(gains):
@@ -32,7 +32,7 @@ def records(gains: list[float], *, size: str | None = "1.5B") -> list[Record]:
 
 
 def ended(given: list[Record], variant: str, *losses: float, **result: int) -> list[Record]:
-    """The same with every run of a variant at the highest rate ended like this."""
+    """Replace losses and result of every run of `variant` at the highest rate."""
     arm = Arm(variant=variant, rate=PAPER_RATES[-1])
     return [
         replace(one, curve={"step": [100, 200, 300][: len(losses)], "loss": [*losses]}, result=result)
@@ -65,7 +65,7 @@ def test_what_counts_as_diverged(losses: list[float], result: dict[str, int], ex
 
 
 def test_the_papers_figure() -> None:
-    """Always lower, and only vanilla diverges at the highest rate."""
+    """KV-shift is lower at every rate, and only vanilla diverges at the highest rate."""
     given = ended(records([0.02, 0.03, 0.025, 0.01, 0.02]), "vanilla", 5.0, diverged_at=170)
     directions = [claim.direction for claim in RECIPE.claims(given) if not claim.own]
     assert directions == ["holds", "holds", "holds", "not shown", "holds"]

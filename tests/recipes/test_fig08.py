@@ -1,4 +1,4 @@
-"""Figure 8: what it runs, how errors are measured, and what it says of what was found."""
+"""Figure 8: its schedule, the measurement of errors, its verdicts and its figure, and one complete run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECIPE = fig08.RECIPE
 def records(
     preset: str, layers: int, ours: list[float], theirs: list[float], *, on: dict[int, float] | None = None
 ) -> list[Record]:
-    """Runs whose error is the same at every k; `on` gives those with dropout by k, to which the seed adds 0.001."""
+    """Return runs with one error for all k; with dropout it is `on[k]`, if given, plus 0.001 times the seed."""
     config = fig08.SIZES[preset][0][layers]
     model = {"family": "gpt2", "layers": layers, "width": fig08.SIZES[preset][1]}
     options = {"task": {"name": "hop", **to_json(config.task)}, "model": model, "steps": config.steps}
@@ -48,7 +48,7 @@ def records(
 
 
 def rate(config, step: int) -> float:
-    """As the trainer sets it before step `step` + 1, from the words of OptimizerConfig."""
+    """Return the learning rate of step `step` + 1 according to the documentation of OptimizerConfig."""
     steps, optimizer = config.steps, config.optimizer
     decay = round(steps * optimizer.decay_fraction)
     if step < config.warmup_steps:
@@ -58,7 +58,7 @@ def rate(config, step: int) -> float:
 
 
 def test_the_paper_preset_has_the_published_schedule():
-    """1,000 steps of warm-up, then a line to 0 at step 100,001; for six layers at 200,001, of which half is run."""
+    """After 1,000 steps of warm-up, rates fall linearly to 0 at step 100,001 (six layers: 200,001, and half is run)."""
     for step in (1000, 50_000, 99_999):
         assert rate(fig08.PAPER, step) == pytest.approx(1e-4 * (100_001 - step) / 99_001, rel=1e-6)
         assert rate(fig08.SIX_LAYERS, step) == pytest.approx(1e-4 * (200_001 - step) / 199_001, rel=1e-6)
@@ -73,7 +73,7 @@ def test_the_paper_preset_has_the_published_schedule():
 
 
 class Oracle(torch.nn.Module):
-    """Answers each question rightly, but every `wrong`-th letter of sequences with k = 2; in training all are wrong."""
+    """A model that answers all questions correctly, except position 9 if k = 2; in training mode all are wrong."""
 
     def __init__(self, task: HopTask) -> None:
         super().__init__()
@@ -160,13 +160,13 @@ def test_deeper_is_better_where_every_step_is(by_depth: dict, direction: str):
 
 def test_published_errors_are_met_by_the_spread_of_our_seeds():
     published = dict(zip(HOPS, PUBLISHED[5], strict=True))
-    near = {hops: error - 0.001 for hops, error in published.items()}  # seeds 0, 1, 2: their mean is the published
+    near = {hops: error - 0.001 for hops, error in published.items()}  # the mean of seeds 0, 1, 2 is as published
     far = {**near, 16: 0.5}
-    for on, direction, size in ((near, "holds", "7 of 7"), (far, "fails", "6 of 7")):
+    for on, direction, note in ((near, "holds", "7 of 7"), (far, "fails", "6 of 7")):
         claim = RECIPE.claims(records("paper", 5, [0.1] * 3, [0.2] * 3, on=on))[-1]
         assert claim.statement.startswith("Vanilla with 5 layers errs as published")
         assert claim.direction == direction
-        assert claim.size.startswith(size)
+        assert claim.note.startswith(note)
     assert RECIPE.claims(records("paper", 5, [0.1], [0.2], on=near))[-1].direction == "not shown"
     assert "published" not in RECIPE.claims(records("laptop", 3, [0.1] * 3, [0.2] * 3))[-1].statement
 
@@ -195,7 +195,7 @@ def test_a_run_of_smoke(tmp_path: Path):
     assert all(0 <= error <= 1 for error in errors["off"].values())
     assert record.curve["step"] == [2, 4]
 
-    (tmp_path / "errors.json").unlink()  # killed between training and measuring
+    (tmp_path / "errors.json").unlink()  # as if killed between training and measurement
     assert not job.is_finished(tmp_path)
     before = read_json(tmp_path / "result.json")
     job.run(tmp_path)

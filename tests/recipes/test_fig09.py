@@ -1,4 +1,4 @@
-"""Figure 9: what it runs, what it says of what was found, and one run of it."""
+"""Figure 9: its jobs, its verdicts and its figure, and one complete run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def records(size: str, ours: list[float], theirs: list[float]) -> list[Record]:
 
 
 def parameters(job) -> int:
-    """Of the blocks alone: without embedding, output and the coefficients of the shift."""
+    """Return the number of parameters in the blocks: without embedding, output and the coefficients of the shift."""
     described = llama_config(job.config.model, vocab_size=32, sequence_length=3)
     with torch.device("meta"):
         model = KVShiftLlamaForCausalLM(described)
@@ -56,7 +56,7 @@ def test_the_sizes_are_those_of_the_paper():
 @pytest.mark.parametrize(
     ("ours", "theirs", "direction"),
     [
-        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], "not shown"),  # three of three
+        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], "not shown"),  # three seeds of three are too few
         ([1.0] * 5, [1.0] * 5, "holds"),
         ([0.50, 0.506, 0.50], [0.50, 0.50, 0.506], "holds"),
         ([0.9, 0.92, 0.91], [0.5, 0.53, 0.5], "fails"),
@@ -87,7 +87,7 @@ def test_each_size_is_judged_by_its_own_interval(ours: list[float], theirs: list
     ],
 )
 def test_how_soon_is_judged_by_the_interval_of_the_ratio(ours: list, theirs: list, direction: str):
-    """From curves that reach 99 % at these steps, or never."""
+    """Curves reach 99 % at these steps, or never (None)."""
     given = []
     for kind, steps in (("KV-shift", ours), ("vanilla", theirs)):
         for record, step in zip(records("0.4M", [0.9] * len(steps), [0.9] * len(steps)), steps, strict=False):
@@ -98,7 +98,7 @@ def test_how_soon_is_judged_by_the_interval_of_the_ratio(ours: list, theirs: lis
 
 
 def test_a_spike_at_the_last_step_is_not_what_was_memorized():
-    """At 100 % in every evaluation but the last, which one seed ends with at 93 %."""
+    """All runs have been at 100 % for long when one seed drops to 93 % at its last evaluation."""
     steps = list(range(5, 305, 5))
     given = []
     for kind in ("KV-shift", "vanilla"):
@@ -118,7 +118,7 @@ def test_all_against_all_is_said_as_what_it_is():
 
 
 def test_a_ratio_that_is_not_1_may_be_near_enough():
-    """Five seeds of 1.06, whose interval leaves 1 out: by less than a factor of 1.25, and not "nothing"."""
+    """The ratio is 1.06 in five seeds: the interval excludes 1, but the effect is smaller than a factor of 1.25."""
     given = []
     for kind, factor in (("KV-shift", 1.06), ("vanilla", 1)):
         for record in records("3.2M", [1.0] * 5, [1.0] * 5)[:5]:

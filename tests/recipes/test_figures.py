@@ -1,4 +1,4 @@
-"""The committed figures: one color for each variant, no curve behind a legend, no first evaluation cut off."""
+"""The committed figures use one color per variant, hide no curve behind a legend and cut off no first point."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..lab.analysis.drawn import (
     ticks_between_whole_numbers,
 )
 
-# The streamlines of Figure 2 take seconds; to know the jobs of the neighbours is to count their parameters.
+# The streamlines of Figure 2 take seconds. The jobs of `neighbours` need parameter counts, and so models.
 MARKS = {"fig02": [pytest.mark.slow, pytest.mark.no_models], "neighbours": []}
 RESULTS = Path(__file__).parents[2] / "results"
 KEPT = [
@@ -42,7 +42,7 @@ SHARED_AXES = (
     "neighbours",
     *(f"tab{number:02}" for number in range(6, 16)),
 )
-NO_STEPS = ("fig02", "fig03", "tab03", "depth", "phase", "decide")  # from left to right
+NO_STEPS = ("fig02", "fig03", "tab03", "depth", "phase", "decide")  # figures without steps on the horizontal axis
 
 
 def test_there_are_figures() -> None:

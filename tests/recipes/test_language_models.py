@@ -1,4 +1,4 @@
-"""The study of language models: what its recipes run and share, their tables, and what they say of what was found."""
+"""The study of language models: the jobs that its recipes run and share, their tables, verdicts and figures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def made(variant: str, place: Place, loss: float, *, seed: int = 0, rate: float 
 
 
 def seeds(losses: Mapping[str, Sequence[float]], places: Sequence[Place] = (Place(2, 128),)) -> list[Record]:
-    """Of each variant, three seeds whose losses lie so far above 3."""
+    """Return a run for each variant, place and seed, with the given loss above 3 (and 0.1 more for each seed)."""
     return [
         made(variant, place, 3 + 0.1 * seed + loss, seed=seed)
         for variant, each in losses.items()
@@ -56,7 +56,7 @@ def seeds(losses: Mapping[str, Sequence[float]], places: Sequence[Place] = (Plac
 
 
 def paper_grid(variant: str, flip: float = 1.0) -> list[Record]:
-    """The paper's own cells as runs of the preset paper, and a seed at the best rate; `flip` -1 reverses the order."""
+    """Return the paper's cells as tuning runs, and a run per length at one rate; `flip` = -1 reverses their order."""
     found = []
     for (rate, length), loss in LOSSES[variant].items():
         found.append(made(variant, Place(12, length), flip * loss, seed=1000, rate=rate, tunes=True))
@@ -101,7 +101,7 @@ def test_equal_runs_of_two_recipes_have_one_name_and_runs_of_one_name_are_equal(
 
 def test_no_run_of_the_laptop_reads_its_text_twice() -> None:
     config = TABLES["laptop"].config
-    assert config.steps * TABLES["laptop"].tokens_at_once <= 69_814 * 128  # tokens of the corpus, as a run recorded
+    assert config.steps * TABLES["laptop"].tokens_at_once <= 69_814 * 128  # tokens of the corpus, as recorded
 
 
 def test_the_laptop_is_the_paper_at_a_quarter_of_the_length_and_four_times_the_rate() -> None:
@@ -149,7 +149,7 @@ def test_the_papers_tables_are_whole() -> None:
         "mla-kv-shift": 5,
     }
     wins = [LOSSES["kv-shift"][cell] < loss for cell, loss in LOSSES["vanilla"].items()]
-    assert wins.count(True) == 26  # of 30, as counted of the printed tables
+    assert wins.count(True) == 26  # of 30 cells, counted in the printed tables
 
 
 def test_a_table_stands_beside_the_papers_cell_by_cell() -> None:
@@ -186,7 +186,7 @@ def test_the_laptops_cells_stand_beside_those_of_four_times_the_length_and_a_qua
     text = lm_tables.side_by_side(records, "vanilla")
     assert "| 0.004 (0.001) | 3.0040 (3.4701) | 3.0040 (3.3816) | 3.0040 (3.3816) |" in text
     assert "| 0.008 (0.002) | 3.0080 (3.4505) | 3.0080 (3.3605) | 3.0080 (3.3605) |" in text
-    assert "(4 cells)" in lm_tables.correlations(records, "vanilla")  # of two layers alone
+    assert "(4 cells)" in lm_tables.correlations(records, "vanilla")  # those with two layers
 
 
 def test_a_cell_that_diverged_says_so_and_is_never_the_best() -> None:
@@ -245,8 +245,8 @@ def test_longer_contexts_are_compared_within_a_depth() -> None:
 @pytest.mark.parametrize(
     ("gate", "direction"),
     [
-        ([0.03, 0.032, 0.028], "holds"),  # worse
-        ([0.015, 0.016, 0.0145], "holds"),  # better, by less than the margin
+        ([0.03, 0.032, 0.028], "holds"),  # the gate is worse
+        ([0.015, 0.016, 0.0145], "holds"),  # the gate is better, by less than the margin
         ([-0.03, -0.032, -0.029], "fails"),
         ([0.0, 0.02, 0.01], "not shown"),
     ],
@@ -284,12 +284,12 @@ def test_the_mean_over_places_is_one_for_each_seed() -> None:
     assert [claim.direction for claim in each] == ["not shown"] * 2  # 0.2 +- 0.25 and 0.097 +- 0.26
     assert (mean.direction, mean.own) == ("holds", True)  # 0.15, 0.155, 0.14
     assert mean.ours.startswith("KV-shift lower by 0.1483 ")
-    assert "after the data had been seen" in mean.size
-    assert find_recipe("tab07").claims(records[:6]) == each[:1]  # of one place there is no mean
+    assert "after the data had been seen" in mean.note
+    assert find_recipe("tab07").claims(records[:6]) == each[:1]  # a single place has no mean
 
 
 def test_neighbours_have_as_many_parameters_as_kv_shift() -> None:
-    for preset, share in (("laptop", 0.002), ("paper", 1e-4)):  # half a unit of each layer's MLP
+    for preset, share in (("laptop", 0.002), ("paper", 1e-4)):  # half an MLP unit per layer
         jobs: Any = find_recipe("neighbours").jobs(preset, [0])
         sizes: dict[str, dict[str, int]] = {}
         for job in jobs:
@@ -347,7 +347,7 @@ def test_figures_are_drawn_from_records(name: str) -> None:
         place = Place(model.num_hidden_layers or 0, job.config.data.sequence_length)
         records.append(made(variant, place, 3 + 0.01 * len(variant), seed=job.seed))
     panels = find_recipe(name).plot(records).axes
-    if name.startswith("tab"):  # one panel, with one vertical axis
+    if name.startswith("tab"):  # tables have one panel with one vertical axis
         (axes,) = panels
         assert [tick.get_text() for tick in axes.get_xticklabels()] == [
             f"{layers} layers, {tokens} tokens" for layers, tokens in ((2, 64), (2, 128), (2, 256), (4, 128))
@@ -378,7 +378,7 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
     job: Any = find_recipe("tab07").jobs("smoke", [3])[-1].at_rate(1e30)  # type: ignore[attr-defined]
     job.run(tmp_path / "run")
     assert job.is_finished(tmp_path / "run")
-    job.run(tmp_path / "run")  # finished: left as it is
+    job.run(tmp_path / "run")  # a finished run is left unchanged
     found = Record(arm=job.arm, seed=3, **job.record(tmp_path / "run"))
     assert diverged(found)
     assert 1 <= found.result["diverged_at"] <= 4
@@ -396,5 +396,5 @@ def test_the_page_says_what_was_not_run(tmp_path: Path) -> None:
     text = results_page(published(tmp_path))
     assert "## Not run yet" in text
     assert all(name in text.partition("## Not run yet")[2] for name in CATALOGUE)
-    assert "|\n| [" not in text  # no verdict
+    assert "|\n| [" not in text  # no row with a verdict
     assert lm_figures.MARGIN == 0.01

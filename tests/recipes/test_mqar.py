@@ -1,4 +1,4 @@
-"""MQAR: what it runs, and what it says of what was found."""
+"""The recipe `mqar`: its jobs, its verdicts and its figure, and one complete run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPE = mqar.RECIPE
 def record(
     model: tuple[int, str], accuracy: float, *, seed: int = 0, rate: float = 2e-3, width: int = 64, reached: int = 100
 ) -> Record:
-    """A run that had `accuracy` from step `reached` to the end, and 10 % before."""
+    """Return a run with `accuracy` from step `reached` to the end, and 10 % before."""
     layers, variant = model
     options = {
         "task": {"name": "mqar", **to_json(mqar.LAPTOP.task)},
@@ -61,7 +61,7 @@ def test_the_paper_preset_is_figure_2_of_zoology():
         assert job.config.task.vocab_size == 8192
         assert job.config.optimizer.weight_decay == 0.1
         epochs = job.config.steps * job.config.batch_size / 100_000
-        assert 64 <= epochs < 64.3  # the last batch of each epoch is not full there
+        assert 64 <= epochs < 64.3  # in Zoology the last batch of each epoch is not full
     model = build_model(describe(jobs[-1].config.model, vocab_size=8192, length=64), seed=0)
     names = {name.split(".")[-2] for name, _ in model.named_parameters()}
     assert names == {"wte", "wpe", "ln_1", "c_attn", "c_proj", "ln_f"}
@@ -92,12 +92,12 @@ def test_a_claim_about_all_seeds_fails_only_where_all_of_them_do_otherwise(misse
 
 @pytest.mark.parametrize(("slow", "expected"), [(2, "not shown"), (5, "fails")])
 def test_of_a_vanilla_model_that_is_only_slow_it_is_said_that_it_does_not_within_the_steps(slow: int, expected: str):
-    """And how often, however high it came."""
+    """The claim also counts the seeds that learned; 98 % accuracy is not enough."""
     given = [one for one in records() if not one.arm.label.startswith("vanilla, 2 layers")]
     given += [record((2, "vanilla"), 0.98 if seed < slow else 1.0, seed=seed) for seed in range(5)]
     claim = next(claim for claim in RECIPE.claims(given) if "vanilla, 2 layers, answers" in claim.statement)
     assert (claim.statement[-16:], claim.direction) == ("within 400 steps", expected)
-    assert f"here in {5 - slow} of 5 seeds" in claim.size
+    assert f"here in {5 - slow} of 5 seeds" in claim.note
 
 
 def test_a_spike_at_the_last_step_is_a_third_of_what_is_scored():

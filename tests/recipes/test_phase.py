@@ -1,4 +1,4 @@
-"""Phase: what it runs, when it calls a model changed, and what it says of gains by kind of target."""
+"""The recipe `phase`: its jobs, when a model counts as changed, and the verdicts on gains by kind of target."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def record(
 
 
 def rising(at: float) -> list[float]:
-    """A prefix matching that is `LEVEL` after `at` steps, exactly; infinite: never."""
+    """Return a curve of prefix matching that crosses `LEVEL` exactly at step `at`, or never if `at` is infinite."""
     return [0.01 if math.isinf(at) else min(1, max(0, LEVEL + (step - at) / 1000)) for step in STEPS]
 
 
@@ -49,7 +49,15 @@ def records(
     layers: tuple[int, ...] = (1, 2),
     kinds: tuple[float, float, float] = (2.0, 0.5, -0.1),
 ) -> list[Record]:
-    """Of each seed, when both models change, and what the shift gains in all; in each kind, so many times that."""
+    """Return runs of both models in which the change and the gain of the shift are as given, by seed.
+
+    Args:
+        ours: Step at which KV-shift changes.
+        theirs: Step at which vanilla changes.
+        gains: Loss of vanilla minus loss of KV-shift.
+        layers: Depths to make runs for.
+        kinds: Gain on each kind of target, as a multiple of the gain on all.
+    """
     found = []
     for number in layers:
         config = replace(phase.LAPTOP, model=replace(phase.LAPTOP.model, num_hidden_layers=number))
@@ -82,7 +90,7 @@ def test_every_run_is_probed(preset: str):
 
 
 def test_nothing_is_read_twice():
-    rows = {512: 64_477, 1024: 52_334, 2048: 44_384, 4096: 38_383}  # of the corpus, by vocabulary, as counted
+    rows = {512: 64_477, 1024: 52_334, 2048: 44_384, 4096: 38_383}  # counted in the corpus, by vocabulary size
     for config in [*(setting.config() for setting in SEARCH), phase.LAPTOP]:
         assert config.steps * config.batch_size <= rows[config.data.vocab_size]
         assert config.steps * config.batch_size * config.data.sequence_length <= 25_000_000
@@ -142,7 +150,7 @@ def test_whether_models_with_the_shift_change_sooner(theirs: list[float], verdic
         (LATER, GAINS, "holds"),
         (LATER, [-gain for gain in GAINS], "fails"),
         (LATER, [0.1, -0.1, 0.05, -0.06, 0.01], "not shown"),
-        ([*LATER[:4], math.inf], GAINS, "not shown"),  # one has not changed: nothing is known of afterwards
+        ([*LATER[:4], math.inf], GAINS, "not shown"),  # one model never changes, so nothing is known
     ],
     ids=str,
 )
@@ -191,8 +199,8 @@ def test_the_search_reports_all_that_was_tried():
         for setting, at in zip(tried, times, strict=True)
     ]
     claim, of_repeats, of_three = RECIPE.claims(given)
-    assert claim.ours.startswith("in 2 of 3 settings; the cheapest is width 64, 2 heads of 32")  # the other is larger
-    assert claim.direction == "not shown"  # a single seed
+    assert claim.ours.startswith("in 2 of 3 settings; the cheapest is width 64, 2 heads of 32")  # not the larger one
+    assert claim.direction == "not shown"  # there is a single seed
     assert of_repeats.statement.endswith("on text with repeated spans")
     assert of_repeats.ours.startswith("in 1 of 1 setting; the cheapest is width 64, 2 heads of 32, BPE 1,024")
     assert of_three.statement.startswith("Three plain layers")
@@ -208,5 +216,5 @@ def test_the_figure_marks_each_change():
     assert len(figure.axes) == 4
     for axes in figure.axes:
         upright = [line for line in axes.get_lines() if len({*line.get_xdata()}) == 1 and line.get_linestyle() == ":"]
-        assert len(upright) == 2  # of both depths, where all seeds have changed: with the shift
+        assert len(upright) == 2  # one per depth: only with the shift have all seeds changed
         assert {line.get_label() for line in axes.get_lines()} >= {arm.label for n in (1, 2) for arm in pair(layers=n)}

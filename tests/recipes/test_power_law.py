@@ -1,4 +1,4 @@
-"""Figures 5 and 6: what is run at which size, and what is said of the power law and of more tokens."""
+"""Figures 5 and 6: the runs at each size, and the verdicts on the power law and on training for more tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FIG05, FIG06 = find_recipe("fig05"), find_recipe("fig06")
 def records(
     gain: float = 0.02, *, faster: float = 0.0, late: float = 0.02, seeds: int = 3, noise: float = 0.001
 ) -> list[Record]:
-    """Losses of (1e14 / N)^0.07 on the laptop; KV-shift's lower by a factor e^-gain, and by N^-faster.
+    """Return laptop runs with losses (1e14 / N)^0.07, which KV shift multiplies by e^-gain and (N / 2e4)^-faster.
 
-    The long runs gain 0.02 after a third of the steps and `late` at the end.
+    In the long runs the gain is 0.02 after a third of the steps and `late` at the end.
     """
     found = []
     jobs: Any = FIG06.jobs("laptop", range(seeds))
@@ -65,12 +65,12 @@ def test_at_least_five_sizes_are_fitted_on_the_same_tokens() -> None:
     assert tokens == {400 * 2048}
     paper = SIZES["paper"][0]
     assert all(abs(config.steps * (config.tokens_per_step or 0) / 1e10 - 1) < 1e-3 for config in paper.values())
-    assert 3 * 400 * 2048 < 69_814 * 128  # tokens of the corpus, as a run recorded them
+    assert 3 * 400 * 2048 < 69_814 * 128  # tokens in the corpus, as a run recorded them
 
 
 def test_embeddings_and_coefficients_are_no_part_of_the_size() -> None:
     sizes = {one.arm.label: parameters_of(one) for one in records()}
-    # per layer 4 E^2 + 3 E F + 2 E, F = 8/3 E up to a multiple of 32, and the last norm
+    # 4 E^2 + 3 E F + 2 E per layer, with F = 8/3 E rounded up to a multiple of 32, and E for the last norm
     assert sizes["vanilla, 2 layers of width 32"] == 2 * (4 * 32**2 + 3 * 32 * 96 + 64) + 32
     assert sizes["KV-shift, 2 layers of width 32"] == sizes["vanilla, 2 layers of width 32"]
     assert sizes["vanilla, 5 layers of width 128"] / sizes["vanilla, 2 layers of width 32"] > 30

@@ -1,4 +1,4 @@
-"""What is published was made by today's presets: no option, grid or seed has changed since without new runs."""
+"""Published records match the current presets: changing an option, grid or seed requires new runs."""
 
 from __future__ import annotations
 

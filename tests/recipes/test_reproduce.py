@@ -1,4 +1,4 @@
-"""`kvshift reproduce`: what is missing is run, what is there is kept, and the claims are printed."""
+"""`kvshift reproduce` runs missing jobs, keeps finished runs and prints the claims."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawing(records):
 
 def claims(records):
     ours = f"{len(records)} beads"
-    return [Claim(statement="Beads count", paper="8 beads", ours=ours, direction="holds", size="fewer")]
+    return [Claim(statement="Beads count", paper="8 beads", ours=ours, direction="holds", note="fewer")]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_all_is_run_drawn_and_written(recipe: Recipe, tmp_path: Path, capsys: py
     assert "- The paper does not say which beads." in page
     assert "4 runs on abacus, commit c0ffee, 2026-01-02." in page
     printed = capsys.readouterr()
-    assert "HOLDS     Beads count\n    paper: 8 beads\n    ours:  4 beads\n    size:  fewer" in printed.out
+    assert "HOLDS     Beads count\n    paper: 8 beads\n    ours:  4 beads\n    note:  fewer" in printed.out
     assert str((folder / "report.md").resolve()) in printed.out
     assert re.search(r"\[4 of 4, \d+ s\] Beads, b, seed 1: finished", printed.err)
 
@@ -189,13 +189,13 @@ def test_bad_options_are_named(recipe: Recipe, tmp_path: Path, changes: dict, me
             command(config(tmp_path, **changes))
 
 
-# Where nothing is run but models with KV shift and their twins without.
+# Recipes whose jobs are all pairs of a model with KV shift and the same model without.
 PAIRED = {"cfg", "decide", "depth", "fig04", "fig05", "fig06", "fig08", "fig09", "mqar", "phase", "tab04"}
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_recipe_has_the_three_presets_names_for_its_jobs_and_twins(name: str) -> None:
-    """What can be run at all, and pairs that differ in the shift alone."""
+    """All configurations are valid, and the models of a pair differ only in the shift."""
     recipe = find_recipe(name)
     assert recipe.name == name
     assert [*recipe.presets][:2] == ["smoke", "laptop"]
@@ -220,7 +220,7 @@ def test_every_recipe_has_the_three_presets_names_for_its_jobs_and_twins(name: s
             assert 2 * twins == len(jobs)
 
 
-# All that they run at `smoke` is run for other recipes of their study, too.
+# Recipes whose `smoke` jobs are all run by other recipes of their study, too.
 SAME_RUNS = {"fig05", "fig11", "tab05", "tab06", "tab07", "tab09", "tab10"}
 
 
@@ -236,14 +236,14 @@ def test_what_is_not_run_here_is_run_for_another_recipe() -> None:
 
 @pytest.fixture(scope="session")
 def studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where recipes of one study find the runs that another has made."""
+    """A folder in which recipes of one study find the runs of each other."""
     return tmp_path_factory.mktemp("studies")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if name not in SAME_RUNS])
 def test_smoke(name: str, tmp_path: Path, studies: Path, capsys: pytest.CaptureFixture) -> None:
-    """From the command line to the page, with one seed."""
+    """The command runs one seed, writes records and a report, and prints the claims."""
     out = tmp_path if CATALOGUE[name].study is None else studies
     code = cli.main(["reproduce", name, "--preset", "smoke", "--out", str(out), "--jobs", "1", "--seeds", "1"])
     assert code == 0

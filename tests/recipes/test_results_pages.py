@@ -1,4 +1,4 @@
-"""The results page is made from the records alone, and the check sees when it is not."""
+"""The results page is made from the records alone, and `--check` detects a stale page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def curve(*accuracy: float) -> dict[str, list[float]]:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two seeds of Figure 1a, in a file of its own: what a study asks for before it is shown is tested there."""
+    """A results folder with two seeds of Figure 1a, here a recipe without a study; test_studies.py tests studies."""
     monkeypatch.chdir(tmp_path)
     recipe = find_recipe("fig01a")
     alone = replace(recipe, entry=replace(recipe.entry, study=None))
@@ -154,7 +154,7 @@ def test_steps_to_both_levels_stand_by_model(results: Path) -> None:
 
 
 def test_the_check_sees_a_stale_page(results: Path, capsys: pytest.CaptureFixture) -> None:
-    assert results_pages.main(["--check"]) == 1  # no page yet
+    assert results_pages.main(["--check"]) == 1  # there is no page yet
     assert results_pages.main([]) == 0
     assert (results / "fig01a" / "laptop.svg").exists()
     assert "Records: [laptop.jsonl](laptop.jsonl)." in (results / "fig01a" / "page.md").read_text()
@@ -213,7 +213,7 @@ def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.
     text = results_pages.results_page(results_pages.published(results))
     assert "| one for all | **holds** by arithmetic |" in text
     assert "| one for all | **not testable here** |" in text  # not "at one rate"
-    assert f"it is too small; {second.size} | **not testable here** |" in text
+    assert f"it is too small; {second.note} | **not testable here** |" in text
 
 
 PROJECT = Path(__file__).parents[2]

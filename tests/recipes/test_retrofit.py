@@ -1,4 +1,4 @@
-"""The recipe `retrofit`: what it runs, what it measures, and what it says of what was found."""
+"""The recipe `retrofit`: its jobs, its measurements and its verdicts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def records(
     repeats: dict[str, float] | None = None,
     spread: float = 0.001,
 ) -> list[Record]:
-    """Three seeds of each part and one untrained model, with these losses on both texts.
+    """Return three seeds of each part and one untrained model, with these losses on both texts.
 
     Args:
-        noise: between seeds.
-        early: what the lags gained less at the first evaluation.
-        repeats: losses in the second half of repeated sequences.
-        spread: by which the differences of two models vary from sequence to sequence.
+        noise: Largest deviation of a seed's loss.
+        early: How much higher the loss of `ALL` is at the first evaluation, relative to the other parts.
+        repeats: Losses in the second half of repeated sequences.
+        spread: Largest deviation of a model's loss on a sequence, which makes differences of models vary.
     """
     found = []
     for label, loss in losses.items():
@@ -118,7 +118,7 @@ def test_a_preset_of_two_parts_says_what_can_be_said_of_them():
 
 @pytest.mark.parametrize("config", [retrofit.LAPTOP, retrofit.LONGER])
 def test_no_run_of_a_laptop_reads_its_text_twice(config: TrainConfig):
-    assert config.steps * config.batch_size * config.data.sequence_length < 4_000_000  # of 3.6 million words
+    assert config.steps * config.batch_size * config.data.sequence_length < 4_000_000  # the text has 3.6 million words
 
 
 @pytest.mark.parametrize("preset", RECIPE.presets)
@@ -147,7 +147,7 @@ def test_a_gain_that_the_control_has_too_is_not_that_of_the_lags():
 
 
 def test_what_all_seeds_agree_on_and_sequences_do_not_is_not_shown():
-    """Every seed gains 0.01, on sequences that differ by as much as 1."""
+    """Every seed gains 0.01, but the gain varies between sequences by about 1."""
     found = directions(records({**FLAT, ALL: 3.19}, spread=1.0))
     assert found[lower(ALL, NOTHING)] == "not shown"
 
@@ -220,7 +220,7 @@ def test_the_same_command_resumes_and_measures_what_was_not(tmp_path: Path):
     run = folder / "lora" / "seed-0"
     assert not (run / "model").exists()
     shutil.rmtree(run / "checkpoint-8")
-    for name in ("result.json", "measured.json"):  # as if killed on its way
+    for name in ("result.json", "measured.json"):  # as if killed during training
         (run / name).unlink()
     assert main(command) == 0
     after = reported(read_records(folder / "records.jsonl"))

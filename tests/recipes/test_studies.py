@@ -1,4 +1,4 @@
-"""Recipes of one study share its runs: what two of them ask for is run once, and kept in one file."""
+"""Recipes of one study share runs: a job of two recipes runs once, and all records are kept in one file."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def test_of_a_study_seeds_count_that_all_labels_have(tmp_path: Path) -> None:
     found = kept_records(tmp_path, recipe, "smoke")
     assert found is not None
     assert [(record.arm.label[-1], record.seed) for record in found] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    write_records(tmp_path / "counting/smoke.jsonl", records[:4])  # of b there is one
+    write_records(tmp_path / "counting/smoke.jsonl", records[:4])  # b has one seed
     assert kept_records(tmp_path, recipe, "smoke") is None

@@ -1,4 +1,4 @@
-"""Table 3: its claims follow its records, and the formulas it quotes are those it computes."""
+"""Table 3: the verdicts follow from the records, and the formulas in claims are the formulas computed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_kept(result: dict) -> dict:
 
 
 def evaluate(formula: str, coefficients: tuple[float, ...], tokens: int) -> float:
-    """`(2 b1 e^a1 + b2 e^a2) / S`, say."""
+    """Return the value of a formula such as `(2 b1 e^a1 + b2 e^a2) / S`."""
     code = re.sub(r"e\^(a[12])", r"exp(\1)", formula)
     code = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", code)
     values = dict(zip(("a1", "a2", "b1", "b2"), coefficients, strict=True))
@@ -63,14 +63,14 @@ def test_what_the_model_says(records: list[Record]) -> None:
     claims = RECIPE.claims(records)
     assert [claim.direction for claim in claims] == ["holds", "holds", "fails", "holds", "fails", "fails", "holds"]
     side, theorem, places, draws = claims[2], *claims[4:]
-    # the largest slip, (e^a2 - e^a1) b2 / S, is at T = 4 and (3, 0, 0, 4): 4 (1 - e^3) / (2 e^3 + 3)
+    # The largest error, (e^a2 - e^a1) b2 / S, is at T = 4 and (3, 0, 0, 4): 4 (1 - e^3) / (2 e^3 + 3).
     assert 4 * (math.exp(3) - 1) / (2 * math.exp(3) + 3) == pytest.approx(1.77, abs=0.005)
     assert side.ours.startswith("off by up to 1.8; derived (b1 + b2 e^a1) / S, off by up to ")
     assert side.statement == "Logit of tokens i - 1 and T"
-    assert claims[0].size == "8 settings of T, a and b; every i from 2 to T - 2"
+    assert claims[0].note == "8 settings of T, a and b; every i from 2 to T - 2"
     assert re.fullmatch(r"off in loss or gradient by 0\.\d+ to 1\.2; with A1 for A2, by \de-16 at most", theorem.ours)
     assert places.ours == "T = 8, (3, 0, 0, 4): 2.778 for i = 2 ... 6, 1.160 for i = 7"
-    assert places.size == "holds for 2 <= i <= T - 2: yes"
+    assert places.note == "holds for 2 <= i <= T - 2: yes"
     assert draws.ours.endswith("standard errors in all 4 settings")
 
 
@@ -92,7 +92,7 @@ def test_draws_of_several_seeds_are_pooled(records: list[Record]) -> None:
     for record, mean, error in zip(records, (2.0, 3.0), (0.3, 0.4), strict=False):
         for row in record.result["settings"]:
             row.update(mean=mean, stderr=error, exact=3.0)
-    # mean 2.5, standard error sqrt(0.3^2 + 0.4^2) / 2 = 0.25
+    # The mean is 2.5 and its standard error sqrt(0.3^2 + 0.4^2) / 2 = 0.25.
     assert RECIPE.claims(records)[-1].ours == "within 2.0 standard errors in all 4 settings"
     records[0].result["settings"][1]["exact"] = 3.6
     claim = RECIPE.claims(records)[-1]
@@ -101,7 +101,7 @@ def test_draws_of_several_seeds_are_pooled(records: list[Record]) -> None:
 
 def test_the_figure_shows_every_setting(records: list[Record]) -> None:
     left, right = RECIPE.plot(records).axes
-    assert [len(line.get_xdata()) for line in left.lines] == [28, 28]  # 4 kinds at T = 7, 3 at T = 4, 4 settings
+    assert [len(line.get_xdata()) for line in left.lines] == [28, 28]  # over 4 settings: 4 kinds if T = 7, 3 if T = 4
     assert [line.get_label() for line in left.lines] == ["printed", "derived"]
     assert [line.get_label() for line in right.lines] == ["printed", "script", "derived"]
     assert [label.get_text() for label in right.get_xticklabels()][3] == "3\n0\n0\n4"

@@ -1,4 +1,4 @@
-"""Table 4: what it runs, what it says of what was found, and one run of it."""
+"""Table 4: its jobs, its verdicts and its figure, and one complete run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def records(setting: str, ours: list[float], theirs: list[float]) -> list[Record
 
 @pytest.mark.parametrize("preset", RECIPE.presets)
 def test_letters_are_random(preset: str):
-    """In order, those of longer problems would be new; the other generator always draws them."""
+    """Letters in order would be unseen in longer problems; the generator `igsm` always draws them at random."""
     jobs = tab04.jobs(preset, [0, 7])
     assert len(jobs) == 4 * len(tab04.SIZES[preset][0])
     for job in jobs:
@@ -93,7 +93,7 @@ def test_each_setting_is_judged_by_its_own_interval(ours: list[float], theirs: l
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [tab04.LAPTOP, tab04.YE], ids=lambda config: config.task.generator)
 def test_the_miniatures_ask_for_nothing_that_training_lacks(config: TaskTrainConfig):
-    """All words of the questions and of their solutions; and all of it fits a sequence."""
+    """All words of questions and solutions occur in training, and the longest problem fits into a sequence."""
     assert isinstance(config.task, IGSMConfig)
     task = IGSMTask(config.task)
     uniform = random.Random(0).random
@@ -124,7 +124,7 @@ def test_inside_the_range_of_training_is_a_question_of_ours():
         record.result["inside"] = {measure: {"share": share} for measure in ("paper", "strict")}
     outside, inside = RECIPE.claims(given)
     assert (outside.own, inside.own) == (False, True)
-    assert outside.direction == "not testable here"  # of a miniature
+    assert outside.direction == "not testable here"  # because it is a miniature
     assert inside.direction == "not shown"
     assert inside.ours.startswith("90.5 % ")
 
@@ -132,7 +132,7 @@ def test_inside_the_range_of_training_is_a_question_of_ours():
 def test_a_miniature_is_not_compared_with_print():
     (claim,) = RECIPE.claims(records("Tr2-Te3", [0.3, 0.31], [0.2, 0.22]))
     assert claim.paper.endswith("(Tr12-Te15)")
-    assert "miniature" in claim.size
+    assert "miniature" in claim.note
 
 
 def test_the_figure_has_both_models_and_what_is_in_print():
@@ -162,7 +162,7 @@ def test_a_run_of_smoke(tmp_path: Path):
     claims = RECIPE.claims([record, replace(record, arm=arm_of_label("vanilla, Tr2-Te3"))])
     assert [claim.direction for claim in claims] == ["not testable here", "not shown"]
 
-    (tmp_path / "inside.json").unlink()  # killed between training and asking
+    (tmp_path / "inside.json").unlink()  # as if killed between training and evaluation
     assert not job.is_finished(tmp_path)
     job.run(tmp_path)
     assert job.record(tmp_path)["result"]["inside"] == record.result["inside"]

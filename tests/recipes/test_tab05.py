@@ -1,4 +1,4 @@
-"""Table 5: what is counted of the coefficients, and what is said of it."""
+"""Table 5: the counts of coefficients, the verdicts on them, the table and the figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOW, BEFORE = [0.9, 0.1], [-0.1, 0.5]
 
 
 def record(alike: int, seed: int, *, size: str | None = "2.9B") -> Record:
-    """Four layers of five heads, `alike` of 20 on the diagonal at the end, ten at the start."""
+    """Return a run of four layers with five heads: of 20 heads, ten start on the diagonal and `alike` end there."""
 
     place = Place(4, 128)
 
@@ -46,7 +46,7 @@ def test_a_miniature_decides_nothing_whatever_it_counts() -> None:
     for counts in ([16, 17, 15], [4, 5, 3]):
         (claim,) = RECIPE.claims([record(count, seed, size=None) for seed, count in enumerate(counts)])
         assert claim.direction == "not testable here"
-        assert claim.size.startswith("after 200 steps the coefficients are near their start values; ")
+        assert claim.note.startswith("after 200 steps the coefficients are near their start values; ")
 
 
 def test_runs_that_diverged_are_left_out() -> None:

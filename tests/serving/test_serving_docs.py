@@ -1,4 +1,4 @@
-"""docs/serving.md names every option that the plugin refuses, and no other; vLLM is not needed for that."""
+"""docs/serving.md names exactly the options that the plugin refuses. This does not need vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "serving.md"
 
 
 def refused() -> set[str]:
-    """The options that begin the messages of the plugin: "a must be ...", "a and b must be ...", and those of loops."""
+    """Return the options that messages of the plugin begin with ("a must be ...", "a and b must be ...", loops)."""
     names: set[str] = set()
     tree = ast.parse(CHECKS.read_text(encoding="utf-8"))
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""One process of a run of torchtitan that saves, is killed, loads or learns: see `test_checkpoints.py`."""
+"""One process of a torchtitan run that saves or loads checkpoints, is killed or trains; see `test_checkpoints.py`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def save(folder: Path, **given: Any) -> None:
-    """Two steps, and the weights after them."""
+    """Train two steps and save the weights after them."""
     trainer = trainer_of(folder, 2, **given)
     trainer.train()
     state = weights(trainer)
@@ -46,7 +46,7 @@ def save(folder: Path, **given: Any) -> None:
 
 
 def load(folder: Path, **given: Any) -> None:
-    """Their weights again, on these processes; with one, also the logits of packed rows."""
+    """Check that these processes load the weights of `save`; a single process also saves the logits of packed rows."""
     trainer = trainer_of(folder, 4, **given)
     assert trainer.checkpointer.load(step=2)
     assert trainer.step == 2
@@ -61,7 +61,7 @@ def load(folder: Path, **given: Any) -> None:
 
 
 def keep_logits(trainer: Any, folder: Path) -> None:
-    """Those of packed rows."""
+    """Save packed rows and their logits."""
     (model,) = trainer.model_parts
     tokens, _, positions = packed_rows(9)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def keep_logits(trainer: Any, folder: Path) -> None:
 
 
 def save_drawn(folder: Path, **given: Any) -> None:
-    """Random weights as those of step 2, norms and coefficients too, and their logits."""
+    """Save random weights, including norms and coefficients, as a checkpoint of step 2, and their logits."""
     trainer = trainer_of(folder, 2, **given)
     give_weights(trainer, drawn_weights(trainer))
     trainer.checkpointer.save(2)
@@ -81,7 +81,7 @@ def save_drawn(folder: Path, **given: Any) -> None:
 
 
 def start_in_hf(folder: Path, initial: Path, **given: Any) -> None:
-    """A run from the folder of transformers `initial`: weights as drawn, and as the first step finds them."""
+    """Start a run from `initial`, a folder of transformers; save the weights before loading and at the first step."""
     config = trainer_config(folder, 1, **given)
     config.checkpoint.initial_load_in_hf, config.checkpoint.initial_load_path = True, str(initial)
     trainer = config.build()
@@ -99,7 +99,7 @@ def start_in_hf(folder: Path, initial: Path, **given: Any) -> None:
 
 
 def killed(folder: Path, **given: Any) -> None:
-    """While the second checkpoint is written: its weights are in their files, the file that makes it whole is not."""
+    """Kill the run while the second checkpoint is written: the weights are in files, but its metadata is missing."""
     stock, finished = FileSystemWriter.finish, []
 
     def finish(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ def killed(folder: Path, **given: Any) -> None:
 
 
 def resumed(folder: Path, **given: Any) -> None:
-    """From the first, the last whole one, to the end."""
+    """Resume from the first checkpoint, the last complete one, and train to the end."""
     trainer = trainer_of(folder, 3, **given)
     assert trainer.checkpointer.load()
     assert trainer.step == 1, trainer.step
@@ -126,7 +126,7 @@ def resumed(folder: Path, **given: Any) -> None:
 
 
 def losses(folder: Path) -> None:
-    """Of the recorded steps of `kvshift train`."""
+    """Save the losses of torchtitan on the recorded steps of `kvshift train`."""
     trainer = recorded_trainer_config(str(folder)).build()
     adapter = trainer.config.model_spec.state_dict_adapter(trainer.model_config, None)
     shapes = {name: x.shape for name, x in adapter.to_hf(weights(trainer)).items()}
@@ -146,7 +146,7 @@ def losses(folder: Path) -> None:
 
 
 def main(folder: Path, what: str, axes: Mapping[str, Any]) -> None:
-    assert LENGTH % 256 == 0  # which context parallelism by 2 wants
+    assert LENGTH % 256 == 0  # required by context parallelism of degree 2
     globals()[what](folder, **axes)
     if dist.is_initialized():
         dist.destroy_process_group()

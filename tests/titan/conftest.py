@@ -1,6 +1,6 @@
-"""Tests of the models in torchtitan. Where it is not installed they are left out; `make test-titan` has an environment.
+"""Tests of the models in torchtitan; not collected without it. `make test-titan` installs it and runs them.
 
-Each test starts processes of torch.distributed, as many as its parallelism needs, for all its cases at once.
+Each test starts as many processes of torch.distributed as its parallelism needs, once for all of its cases.
 """
 
 from __future__ import annotations
@@ -13,4 +13,4 @@ collect_ignore_glob = [] if find_spec("torchtitan") else ["*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "ignore")  # torchtitan's dependencies have many, of their authors' style
+    config.addinivalue_line("filterwarnings", "ignore")  # torchtitan's dependencies emit many warnings

@@ -1,8 +1,8 @@
-"""torchtitan 0.3.0 on CPU processes over gloo, with torch 2.13: to be imported before torchtitan.
+"""Run torchtitan 0.3.0 on CPU processes over gloo, with torch 2.13. Import this module before torchtitan.
 
-What stands in for a GPU here: functions of `torch.cpu` that only `torch.cuda` has; attention by SDPA in the place of
-FlexAttention, which has no backward on a CPU; a plain sum where gloo has no weighted one; the arguments of torch 2.14's
-pipeline schedules. Nothing of this changes the shift.
+It adds the functions that `torch.cuda` has and `torch.cpu` lacks; replaces FlexAttention, which has no backward on a
+CPU, by SDPA, and the weighted sum, which gloo lacks, by a plain one; and gives pipeline schedules the arguments of
+torch 2.14. None of this changes the shift.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from torchtitan.config.override import derive  # noqa: E402
 from torchtitan.models.common import attention  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
-torchtitan.config.TORCH_DTYPE_MAP["float64"] = torch.float64  # configurations name float32 and bfloat16 alone
+torchtitan.config.TORCH_DTYPE_MAP["float64"] = torch.float64  # torchtitan lists only float32 and bfloat16
 dtensor_random.manual_seed = lambda seed, mesh=None: torch.manual_seed(seed)
 torchtitan.distributed.utils.set_pg_timeouts = lambda **kwargs: None
-attention._compiled_create_block_mask = attention.create_block_mask  # without inductor
+attention._compiled_create_block_mask = attention.create_block_mask  # not compiled by Inductor
 
 _set_factor = FSDPModule.set_gradient_divide_factor
 
@@ -60,7 +60,7 @@ FSDPModule.set_gradient_divide_factor = _set_factor_of_a_plain_sum
 
 
 def _step_with_microbatches(stock: Callable) -> Callable:
-    """torchtitan passes microbatches by name, which `step` takes from torch 2.14 on."""
+    """Return a `step` that takes microbatches by name, as torchtitan passes them; torch does so from 2.14 on."""
 
     def step(
         self: Any,
@@ -92,7 +92,7 @@ for _schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMu
 
 
 class SDPA(FlexAttention):
-    """What FlexAttention computes: its mask over Q queries and K keys, which context parallelism may have gathered."""
+    """FlexAttention computed by SDPA. With context parallelism there may be more keys than queries in its mask."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -117,7 +117,7 @@ class SDPA(FlexAttention):
 
 
 def with_sdpa(config: Any) -> Any:
-    """A trainer's configuration with this attention."""
+    """Replace the attention of all layers in a trainer's configuration by `SDPA`; return the configuration."""
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = derive(layer.attention.inner_attention, SDPA.Config)
     return config

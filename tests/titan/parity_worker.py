@@ -1,6 +1,6 @@
-"""One of several processes that each compute a part of a step of torchtitan: see `test_parity.py`.
+"""One of several processes that each compute a part of a torchtitan step; see `test_parity.py`.
 
-With one process it keeps, in FOLDER, the weights of every model, its loss and its gradients; with more it compares.
+A single process saves the weights and gradients of every model in a folder; several processes compare with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # once, for all that are forked
+import torch._dynamo  # imported once for all forked processes
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen": {"family": "qwen3"},
     "llama, window 3": {"options": ShiftOptions(window=3)},
     "llama, q, gate": {"options": ShiftOptions(targets=("q", "k", "v"), constraint="gate")},
-    "llama, 512 tokens": {"length": 512},  # context parallelism of torchtitan wants 128 for each of its ranks
+    "llama, 512 tokens": {"length": 512},  # context parallelism needs 128 tokens per rank
     "llama, float32": {"dtype": "float32"},
     "one layer, float32": {"dtype": "float32", "model": TINY_LLAMA | {"num_hidden_layers": 1}},
 }
@@ -49,7 +49,7 @@ PIPELINE: dict[str, Any] = {"pipeline_parallel_degree": 2, "pipeline_parallel_mi
 ONE_F_ONE_B = PIPELINE | {"pipeline_parallel_schedule": "1F1B"}
 HEAD_TAIL, CONTIGUOUS = cp(2, "headtail"), cp(2, None)
 
-# By number of processes, then by name: model, and what `tiny_trainer_config` is given.
+# For each number of processes, by name of the case: a model, and arguments of `tiny_trainer_config`.
 CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     1: {name: (name, {}) for name in MODELS},
     2: {
@@ -82,7 +82,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     },
 }
 BROKEN = ((2, "CP head-tail"), (2, "CP contiguous"))
-# In float32, and where a compiler sums in another order; otherwise float64.
+# These models run in float32, where a compiler may sum in another order; all others run in float64.
 TOLERANCE = {"llama, float32": 1e-5, "one layer, float32": 1e-5}
 
 
@@ -95,7 +95,7 @@ def name_of(parameter: str) -> str:
 
 
 def step(trainer: Any) -> dict[str, Tensor]:
-    """Gradients of a step on the first rows, whole, of the parameters of this rank."""
+    """Return the full gradients, of a step on the first rows, for the parameters on this rank."""
     trainer.dataloader.step = 0
     trainer.optimizers.zero_grad()
     batches = trainer.batch_generator(trainer.dataloader)
@@ -120,7 +120,7 @@ def give_weights(trainer: Any, state: dict[str, Tensor]) -> None:
 
 
 def drawn_weights(trainer: Any) -> dict[str, Tensor]:
-    """None is 0 or 1, so that each gradient matters."""
+    """Return random weights, none of which is 0 or 1, so that every gradient matters."""
     rng = torch.Generator().manual_seed(5)
     state = {name: whole(x) for name, x in trainer.model_parts[0].state_dict().items()}
     for x in state.values():
@@ -131,7 +131,7 @@ def drawn_weights(trainer: Any) -> dict[str, Tensor]:
 
 
 def difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest on any rank, relative to the largest number of its gradient."""
+    """Return the largest difference on any rank, relative to the largest entry of that gradient, and its name."""
     found = {
         name: float((x - expected[name]).abs().max() / expected[name].abs().max()) for name, x in gradients.items()
     }
@@ -145,7 +145,7 @@ def difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tup
 
 @contextmanager
 def counted() -> Iterator[dict[str, list[int]]]:
-    """Bytes that the shift sends to each rank in forward, and of keys and values that attention gathers."""
+    """Count the bytes that the shift sends to each rank in forward, and the bytes that attention gathers."""
     traffic: dict[str, list[int]] = {"sent": [], "gathered": []}
     exchange, gather = functional.all_to_all_single_autograd, context_parallel.flex_cp_allgather
 
@@ -164,11 +164,10 @@ def counted() -> Iterator[dict[str, list[int]]]:
 
 
 def run(folder: Path, model: str, given: dict[str, Any], sabotage: Sequence[Sabotage] = ()) -> dict[str, Any]:
-    """Of a step, and of one more for each sabotage: how far gradients are from those of one process, and which.
+    """Compare the gradients of a step, and of one more step for each sabotage, with those of a single process.
 
-    With that, what each rank sent for the shift and received for attention in a right step.
-
-    One process compares nothing; it keeps weights and gradients.
+    Returns the largest difference and the name of its gradient, for each step, and what each rank sent for the shift
+    and gathered for attention in the correct step. A single process saves weights and gradients and returns {}.
     """
     settings = {"dtype": "float64"} | MODELS[model] | given
     exact = settings["dtype"] == "float64"
@@ -189,7 +188,7 @@ def run(folder: Path, model: str, given: dict[str, Any], sabotage: Sequence[Sabo
             found["right"] = difference(gradients, saved["gradients"])
             found["traffic"] = [None] * dist.get_world_size()
             dist.all_gather_object(found["traffic"], traffic)
-            for breaks in (*sabotage, nothing) if sabotage else ():  # at last it is right again
+            for breaks in (*sabotage, nothing) if sabotage else ():  # the last step is correct again
                 with ExitStack() as broken:
                     for patched in breaks(shifts_of(trainer.model_parts)):
                         broken.enter_context(patched)

@@ -1,4 +1,4 @@
-"""Weights that both `kvshift train` and torchtitan start from, for `fifty_steps.json`. No import of torchtitan."""
+"""Start weights of `kvshift train` and torchtitan for `fifty_steps.json`, without importing torchtitan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def start_weights(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Drawn for a state dict of transformers; coefficients about 0.5, so that both tokens are read."""
+    """Return random weights for a state dict of transformers. Coefficients are about 0.5, so that both tokens count."""
     rng = torch.Generator().manual_seed(11)
     drawn = {}
     for name in sorted(shapes):

@@ -1,4 +1,4 @@
-"""Checkpoints of torchtitan: on other numbers of processes, in transformers, after a kill."""
+"""Checkpoints of torchtitan are loaded by other numbers of processes, by transformers and after a kill."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """By two processes, tensor-parallel."""
+    """A folder with a checkpoint of two tensor-parallel processes."""
     folder = tmp_path_factory.mktemp("saved")
     start(2, folder, "save", tensor_parallel_degree=2)
     return folder
@@ -47,7 +47,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(saved: Path) -> Path:
-    """By one process, which kept its logits."""
+    """The same folder after one process has loaded the checkpoint and saved its logits."""
     start(1, saved, "load")
     return saved
 
@@ -63,7 +63,7 @@ def family(request) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoint(family: str, request, tmp_path_factory) -> Path:
-    """A folder with step-2, its weights and its logits; Llama 3's are learnt, Qwen 3's random."""
+    """A folder with step-2, its weights and its logits. Those of Llama 3 are trained, those of Qwen 3 random."""
     if family == "llama3":
         return request.getfixturevalue("loaded")
     folder = tmp_path_factory.mktemp("drawn")
@@ -83,7 +83,7 @@ def test_a_checkpoint_becomes_a_model_of_transformers(family: str, checkpoint: P
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     assert model.config.model_type == {"llama3": "kvshift_llama", "qwen3": "kvshift_qwen3"}[family]
     kept = torch.load(checkpoint / "logits.pt", weights_only=True)
-    close = {"rtol": 0, "atol": 1e-5 * kept["logits"].abs().max().item()}  # which is 0.4 and 8
+    close = {"rtol": 0, "atol": 1e-5 * kept["logits"].abs().max().item()}  # the maxima are 0.4 and 8
     with torch.no_grad():
         packed = model(input_ids=kept["tokens"], position_ids=kept["positions"], use_cache=False).logits
         torch.testing.assert_close(packed, kept["logits"], **close)
@@ -95,13 +95,13 @@ def test_a_checkpoint_becomes_a_model_of_transformers(family: str, checkpoint: P
 
 
 def test_the_adapter_goes_both_ways(family: str, checkpoint: Path, exported: Path, tmp_path):
-    """To the bit, and the exported folder has what it makes."""
+    """The round trip is exact, and the exported folder holds the converted weights."""
     spec = tiny_trainer_config(str(tmp_path), family=family).model_spec
     adapter = spec.state_dict_adapter(spec.model, None)
     state = torch.load(checkpoint / "weights.pt", weights_only=True)
     converted = adapter.to_hf(dict(state))
     assert converted["model.layers.1.self_attn.shift.alpha"].shape == (2, 2)
-    assert len(converted) == {"llama3": 2 * 11 + 3, "qwen3": 2 * 13 + 2}[family]  # QK-norms; a head that is tied
+    assert len(converted) == {"llama3": 2 * 11 + 3, "qwen3": 2 * 13 + 2}[family]  # Qwen 3 has QK-norms and a tied head
     assert_same_bits(load_file(exported / "model.safetensors"), converted)
     assert_same_bits(adapter.from_hf(dict(converted)), state)
 

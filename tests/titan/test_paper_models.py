@@ -1,4 +1,4 @@
-"""The paper's sizes on the meta device, sharded for its numbers of GPUs; what configurations are refused."""
+"""The paper's sizes on the meta device, sharded for its numbers of GPUs, and configurations that are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def paper(size: str) -> Any:
 
 @pytest.fixture
 def gpus(request) -> Iterator[int]:
-    """A process group of which the other ranks do not exist."""
+    """The size of a process group of which only rank 0 exists."""
     dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
     dist.destroy_process_group()
@@ -61,7 +61,7 @@ def test_a_size_of_the_paper(size: str, gpus: int):
         model, parallel_dims=dims, training=training, parallelism=config.parallelism, compile_config=config.compile,
         ac_config=config.activation_checkpoint, dump_folder="",
     )  # fmt: skip
-    here = sum(4 * x.to_local().numel() for x in model.parameters())  # rank 0 has the largest part of each
+    here = sum(4 * x.to_local().numel() for x in model.parameters())  # rank 0 has the largest shard of each
     plan = training_memory(
         size_config(size), rows=training.local_batch_size, sequence_length=training.seq_len, precision="bf16",
         gradient_checkpointing=True, sharding="fsdp", devices=gpus,
@@ -104,7 +104,7 @@ def test_a_layout_that_is_not_known_is_refused(gpus: int):
 
 @pytest.mark.parametrize("gpus", [2], indirect=True)
 def test_the_default_backend_is_refused_on_an_older_torch(gpus: int, monkeypatch):
-    """torchtitan 0.3.0 calls FSDP as torch 2.14 has it."""
+    """torchtitan 0.3.0 calls FSDP with the interface of torch 2.14."""
     config = with_kv_shift(llama3_debugmodel())
     assert config.parallelism.spmd_backend == "spmd_types"
     dims = ParallelDims.from_config(config.parallelism, gpus)

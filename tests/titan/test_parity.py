@@ -1,4 +1,4 @@
-"""A step of torchtitan on 2 and 4 processes: every gradient is that of one process."""
+"""Every gradient of a torchtitan step on 2 or 4 processes equals that of a single process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tiny import ROWS
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
-    """Of all cases: one start of processes for each number of them."""
+    """Results of all cases, by number of processes; processes are started once for each number."""
     folder = tmp_path_factory.mktemp("parity")
     for processes in CASES:
         print(*fork_workers(processes, parity_worker.main, folder, timeout=900, **address()), sep="\n")
@@ -41,10 +41,13 @@ def test_after_sabotage_it_is_right_again(results: dict, size: int, case: str):
 
 
 def test_the_shift_sends_to_neighbours_alone(results: dict):
-    """In each layer, beside the keys and values that attention gathers from the other ranks. Backward sends as much."""
+    """In each layer the shift sends one token per row to each neighbour, while attention gathers from all other ranks.
+
+    Backward sends as much.
+    """
     layers, (rank, ranks) = 2, (1, 4)
     heads, head_size, length, float64 = 2, 8, 512, 8
     both = 2 * heads * head_size * float64  # keys and values of a token
     traffic = results[ranks]["traffic"]["CP 4 head-tail"][rank]
-    assert traffic["sent"] == [ROWS * both] * layers * 2  # to two neighbours
+    assert traffic["sent"] == [ROWS * both] * layers * 2  # one token per row to each of two neighbours
     assert traffic["gathered"] == [ROWS * (length - length // ranks) * both] * layers

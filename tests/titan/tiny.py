@@ -1,4 +1,4 @@
-"""Trainers of torchtitan with tiny models of two layers and packed rows that every rank can make again."""
+"""Trainers of torchtitan with tiny two-layer models, on packed rows that every rank can regenerate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CHECKPOINTING = {None: lambda: None, "full": FullAC.Config, "selective": Select
 
 
 def packed_rows(step: int, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and positions, (ROWS, length) each: boundaries before, on and after edges of chunks."""
+    """Return tokens, labels and positions, (ROWS, length) each; packs end before, at and after edges of chunks."""
     rng = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (ROWS, length + 1), generator=rng)
     half, quarter, eighth = length // 2, length // 4, length // 8
@@ -66,7 +66,7 @@ def packed_rows(step: int, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor
 
 
 class NoTokenizer(BaseTokenizer):
-    """Rows are tokens already."""
+    """A tokenizer that does nothing, because rows already consist of tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -87,7 +87,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 class PackedRows(BaseDataLoader):
-    """`packed_rows` of each step, divided among data-parallel ranks."""
+    """A loader of the `packed_rows` of each step, divided among data-parallel ranks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -122,7 +122,7 @@ class PackedRows(BaseDataLoader):
 
 
 class RecordedRows(PackedRows):
-    """Those that `kvshift train` learnt from, on one process."""
+    """A loader of the rows that `kvshift train` was trained on, for one process."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackedRows.Config):
@@ -131,18 +131,18 @@ class RecordedRows(PackedRows):
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         for step in recorded_steps()["steps"]:
             tokens, positions, labels = (torch.tensor(step[name]) for name in ("input_ids", "position_ids", "labels"))
-            # transformers compares the output at t with the label at t + 1, torchtitan with that at t.
+            # transformers compares the output at t with the label at t + 1, torchtitan with the label at t.
             labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
             yield {"input": tokens, "positions": positions}, labels
 
 
 def recorded_steps() -> dict[str, Any]:
-    """50 steps of `kvshift train`; see `tests/lab/training/fifty_steps.py`."""
+    """Return 50 recorded steps of `kvshift train`; see `tests/lab/training/fifty_steps.py`."""
     return json.loads(Path(__file__).with_name("fifty_steps.json").read_text())
 
 
 def recorded_trainer_config(folder: str) -> Any:
-    """With the model and the settings of these steps; norms without weight decay, as in `kvshift train`."""
+    """Return a configuration with the model and the settings of the recorded steps; norms have no weight decay."""
     recorded = recorded_steps()
     optimizer, (rows, length) = recorded["optimizer"], torch.tensor(recorded["steps"][0]["input_ids"]).shape
     config = tiny_trainer_config(folder, dtype="float32", length=length, model=recorded["model"])
@@ -157,7 +157,7 @@ def recorded_trainer_config(folder: str) -> Any:
 
 
 def _tiny_qwen(debug_model: Any) -> Any:
-    """torchtitan's debug model in the sizes of the tiny Llama, with larger heads: tied, and with QK-norm."""
+    """Return torchtitan's debug model, tied and with QK-norm, in the sizes of the tiny Llama but with larger heads."""
     width, heads, head_size = TINY_LLAMA["hidden_size"], TINY_LLAMA["num_attention_heads"], 16
     rope = dataclasses.replace(debug_model.layers[0].attention.rope, dim=head_size, max_seq_len=512)
     layers = qwen3._build_qwen3_layers(
@@ -188,7 +188,7 @@ def tiny_trainer_config(
     compile_model: bool = False,
     **parallelism: Any,
 ) -> Any:
-    """For all processes that there are: data parallel as far as nothing else is asked for."""
+    """Return a configuration for all processes; those that no other parallelism uses are data-parallel."""
     config = {"llama3": llama3_debugmodel, "qwen3": qwen3_debugmodel}[family]()
     config.model_spec.model = llama_model(**model) if family == "llama3" else _tiny_qwen(config.model_spec.model)
     config = with_kv_shift(with_sdpa(config), options)
@@ -204,7 +204,7 @@ def tiny_trainer_config(
     config.compile.enable = compile_model
     config.compile.components, config.compile.backend = ["model"], "aot_eager"
     mesh = config.parallelism
-    mesh.spmd_backend = "partial_dtensor"  # with torch 2.13 the only one that runs on several processes
+    mesh.spmd_backend = "partial_dtensor"  # the only backend that runs several processes with torch 2.13
     for name, value in parallelism.items():
         setattr(mesh, name, value)
     others = mesh.tensor_parallel_degree * mesh.context_parallel_degree * mesh.pipeline_parallel_degree

@@ -1,4 +1,4 @@
-"""What a CUDA graph would hold of a call, on a CPU, and its replay."""
+"""Record on a CPU what a CUDA graph would hold of a call, and replay it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _WITHOUT_LAUNCH = (
     "aten::empty_like",
     "aten::new_empty",
     "aten::scalar_tensor",
-)  # the last makes a number of the host's
+)  # the last one creates a scalar on the host
 
 
 class HostWaitError(AssertionError):
-    """The host has looked at numbers of the device, which a graph cannot."""
+    """The host has read data of the device, which is impossible during capture of a CUDA graph."""
 
 
 class CapturedGraph(TorchDispatchMode):
-    """Operations and launches of Triton in their order: tensors where they are, numbers as they were.
+    """The operations and the Triton launches of a call, in order, on the same tensors and with the values of numbers.
 
-    Operations also run while they are captured, which those of a CUDA graph do not; launches do not.
+    Unlike in a CUDA graph, operations also run while they are captured; launches do not.
     """
 
     def __init__(self) -> None:
@@ -46,19 +46,19 @@ class CapturedGraph(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        """Everything again, with what stands in the tensors now."""
+        """Repeat everything with the current data of the tensors."""
         for _, repeat in self.operations + self.launches:
             repeat()
 
     def recording(self, kernel: Any) -> Any:
-        """`kernel`, whose launches are captured."""
+        """Return `kernel` in a wrapper that captures its launches instead of running them."""
         return _Recording(kernel, self.launches)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """While it lasts, everything is captured, and the host may look at nothing."""
+        """A context in which everything is captured and the host may not read data."""
         with pytest.MonkeyPatch.context() as patch, self:
-            for name in ("tolist", "numpy", "cpu", "__array__"):  # those of a CPU tensor are not dispatched
+            for name in ("tolist", "numpy", "cpu", "__array__"):  # not dispatched for CPU tensors
                 patch.setattr(torch.Tensor, name, _refuse(name))
             yield
 

@@ -1,6 +1,6 @@
-"""Tests of the models in vLLM. Where it is not installed they are left out; `make test-vllm` has an environment for it.
+"""Tests of the models in vLLM; not collected without it. `make test-vllm` installs it and runs them.
 
-vLLM's engine runs in the process of the tests, where its scheduler can be watched, but for the few tests of several
+vLLM's engine runs in the process of the tests, where its scheduler can be monitored, except in the few tests of several
 processes.
 """
 
@@ -27,18 +27,18 @@ collect_ignore_glob = [] if find_spec("vllm") else ["*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "ignore")  # vLLM's dependencies have many, of their authors' style
+    config.addinivalue_line("filterwarnings", "ignore")  # vLLM's dependencies emit many warnings
 
 
 @pytest.fixture(autouse=True, scope="session")
 def memory_that_nobody_wrote_is_nan() -> None:
-    """Not here: vLLM fills buffers only as far as it reads them, and masks the rest."""
+    """Override the fixture: vLLM fills buffers only as far as it reads them, and masks the rest."""
     return
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a model of `tiny_models.py`, by name."""
+    """A function that returns the folder of a model of `tiny_models.py`, given its name."""
     from .tiny_models import TINY_MODELS
 
     folders: dict[str, Path] = {}

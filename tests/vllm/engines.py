@@ -1,4 +1,4 @@
-"""An engine of vLLM in this process, whose scheduler is watched, and the comparison with the model in transformers."""
+"""A vLLM engine in this process with a monitored scheduler, and the comparison with the model in transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Prompt = Sequence[int]
 
 
 def _register_once(overrides: Any, register: Any = dispatcher.register_kernels) -> None:
-    """vLLM puts its CPU kernels in place of others for each engine, and the second time trips over numba's modules."""
+    """Register only new kernels: vLLM registers all for each engine, and fails on modules of numba the second time."""
     new = {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}
     if new:
         register(new)
@@ -32,10 +32,10 @@ _freeze = gc.freeze
 
 
 def keep_what_is_here() -> None:
-    """Leave all objects that there are out of later garbage collections.
+    """Exclude all existing objects from later garbage collections.
 
-    vLLM collects nine times for each engine. It would freeze engines as well, and then thaw all there is: half of the
-    tests' time went into looking through its own modules.
+    vLLM collects garbage nine times for each engine. It would also freeze engines, and then unfreeze everything: half
+    of the tests' time was spent on traversing its modules.
     """
     gc.collect()
     _freeze()
@@ -44,17 +44,17 @@ def keep_what_is_here() -> None:
 keep_what_is_here()
 gc.freeze = gc.unfreeze = lambda: None
 dispatcher.register_kernels = _register_once
-registry._run_in_subprocess = lambda inspected: inspected()  # vLLM imports itself again for each class that it looks at
+registry._run_in_subprocess = lambda inspected: inspected()  # vLLM would be imported again for each class
 
 
 class Engine:
-    """vLLM with a model, and what its scheduler did.
+    """vLLM with a model, and a record of what its scheduler did.
 
     Attributes:
-        pieces: by request, how many tokens of it each step computed.
-        preemptions: how often a running request lost its blocks.
-        drafts: the tokens of a request up to each draft, and the draft.
-        rejected: how many draft tokens were.
+        pieces: Number of tokens that each step computed, by request.
+        preemptions: How often a running request lost its blocks.
+        drafts: For each draft, the tokens of the request before it, and the draft.
+        rejected: Number of rejected draft tokens.
     """
 
     def __init__(self, folder: Path, **options: Any) -> None:
@@ -79,7 +79,7 @@ class Engine:
         def watched_update(planned: Any, output: Any) -> Any:
             for request, drafts in planned.scheduled_spec_decode_tokens.items():
                 sampled = output.sampled_token_ids[output.req_id_to_index[request]]
-                if request in self.scheduler.requests:  # planned ahead, it may have ended meanwhile
+                if request in self.scheduler.requests:  # if planned ahead, it may have ended
                     self.drafts.append((list(self.scheduler.requests[request].all_token_ids), list(drafts)))
                 self.rejected += len(drafts) + 1 - len(sampled)
             return update(planned, output)
@@ -93,13 +93,13 @@ class Engine:
         self.scheduler._preempt_request = watched_preempt
 
     def generate(self, prompts: Sequence[Prompt], tokens: int = 16, **options: Any) -> list[RequestOutput]:
-        """Greedy, all prompts in one batch; the logprob of each token beside it. Options: see `LLM.generate`."""
+        """Generate greedily and with logprobs from all prompts in one batch. See `LLM.generate` for options."""
         greedy = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True, detokenize=False)
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(requests, greedy, use_tqdm=False, **options)
 
     def chunks(self, output: RequestOutput) -> int:
-        """In how many pieces the prompt of a request was computed."""
+        """Return the number of pieces in which the prompt of a request was computed."""
         computed = len(output.prompt_token_ids or ()) - (output.num_cached_tokens or 0)
         (pieces,) = (self.pieces[name] for name in self.pieces if name.rpartition("-")[0] == output.request_id)
         return 1 + sum(total < computed for total in accumulate(pieces))
@@ -115,7 +115,7 @@ class Engine:
 
 @contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[Engine]:
-    """An engine that is gone afterwards, so that the next one finds the process as this one did."""
+    """Run an engine and remove it afterwards, so that the next one finds the process unchanged."""
     running = None
     keep_what_is_here()
     try:
@@ -124,14 +124,14 @@ def engine(folder: Path, **options: Any) -> Iterator[Engine]:
     finally:
         if running is not None:
             running.llm.llm_engine.engine_core.shutdown()
-            del running.llm, running.scheduler  # a test may still hold what the engine did
+            del running.llm, running.scheduler  # a test may keep the record longer
         cleanup_dist_env_and_memory()
 
 
 def different(model: PreTrainedModel, outputs: Sequence[RequestOutput], tolerance: float = 1e-4) -> list[str]:
-    """What of vLLM's answers is not the model's own: each token must be the likeliest, with the model's logprob.
+    """Return the answers of vLLM that deviate: each token must be the model's likeliest and have the model's logprob.
 
-    Then all of a sequence are those of greedy decoding, by induction.
+    By induction, all tokens of an answer are then those of greedy decoding.
     """
     faults = []
     for output in outputs:
@@ -147,7 +147,7 @@ def different(model: PreTrainedModel, outputs: Sequence[RequestOutput], toleranc
 
 @torch.no_grad()
 def compared(model: PreTrainedModel, output: RequestOutput) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each token of an answer is the model's likeliest, and how far its logprob is from the model's."""
+    """Return whether each token of an answer is the model's likeliest, and how far its logprob is from the model's."""
     prompt, answer = output.prompt_token_ids or (), output.outputs[0]
     logits = model(torch.tensor([[*prompt, *answer.token_ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     expected, tokens = logits.float().log_softmax(-1), torch.tensor(answer.token_ids)
@@ -157,11 +157,11 @@ def compared(model: PreTrainedModel, output: RequestOutput) -> tuple[torch.Tenso
 
 
 def drawn(*lengths: int, seed: int = 0, vocabulary: int = 97) -> list[list[int]]:
-    """Prompts of these lengths."""
+    """Return random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 def count(outputs: Sequence[RequestOutput]) -> Counter[int]:
-    """How many requests hit the prefix cache with how many tokens."""
+    """Return the number of requests for each number of tokens found in the prefix cache."""
     return Counter(output.num_cached_tokens or 0 for output in outputs)

@@ -1,4 +1,4 @@
-"""Many clients at once, of which a third leave: what they ask, and what must be so afterwards."""
+"""Many concurrent clients, a third of which disconnect: their requests, and the state of the server afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
 
 @torch.no_grad()
 def continued(model: Any, prompts: Tensor, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
-    """The greedy tokens after prompts of one length, and by how much each of them leads at least."""
+    """Return the greedy tokens after prompts of one length, and each answer's smallest lead over the second token."""
     ids, cache, lead = prompts, None, torch.full((len(prompts),), float("inf"))
     for step in range(tokens):
         output = model(input_ids=ids if step == 0 else ids[:, -1:], **{CACHE: cache}, use_cache=True)
@@ -42,11 +42,11 @@ def continued(model: Any, prompts: Tensor, tokens: int = TOKENS) -> tuple[Tensor
 
 
 def prompts_for(model: Any, number: int, margin: float, each: int = 16, tokens: int = TOKENS) -> list[Prompt]:
-    """So many, in any order; those with a token in their answer that leads by less than `margin` are left out.
+    """Return `number` prompts in random order; in their answers every token leads by more than `margin`.
 
     Args:
-        each: how many prompts of a length are drawn.
-        tokens: of an answer.
+        each: Number of prompts drawn for each length.
+        tokens: Length of an answer.
     """
     chance = torch.Generator().manual_seed(0)
     found: list[Prompt] = []
@@ -61,10 +61,10 @@ def prompts_for(model: Any, number: int, margin: float, each: int = 16, tokens: 
 
 
 def withstand(server: Server, asked: Sequence[tuple[str, Prompt]]) -> dict[int, list[int]]:
-    """Assert that nothing of the requests is left behind; returns the answers that were wrong, by number of request.
+    """Send requests, assert that they leave nothing behind, and return the wrong answers by number of the request.
 
     Args:
-        asked: the name of a model, and what it is asked.
+        asked: For each request, the name of a model and a prompt.
     """
     before = server.metrics()
     wrong, left = asyncio.run(_load(server.url, asked))
@@ -73,7 +73,7 @@ def withstand(server: Server, asked: Sequence[tuple[str, Prompt]]) -> dict[int, 
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after[gauge] == before[gauge] == 0, gauge
     assert after[FINISHED] - before[FINISHED] == len(asked) - left
-    # Nobody reads the answers of those who left; they were not computed to their end.
+    # The answers to clients that left are not read, and they were not computed to the end.
     generated = after["generation_tokens_total"] - before["generation_tokens_total"]
     read = sum(len(prompt.answer) for number, (_, prompt) in enumerate(asked) if number % 3)
     assert 0 < generated - read < left * (CONTEXT - max(LENGTHS)) / 2
@@ -82,7 +82,7 @@ def withstand(server: Server, asked: Sequence[tuple[str, Prompt]]) -> dict[int, 
 
 
 async def _load(url: str, asked: Sequence[tuple[str, Prompt]]) -> tuple[dict[int, list[int]], int]:
-    """The answers that were wrong, and how many clients left in the middle of theirs."""
+    """Return the wrong answers, and the number of requests whose client left before the end of the answer."""
     waiting = list(enumerate(asked))[::-1]
     wrong: dict[int, list[int]] = {}
     left = 0
@@ -113,7 +113,7 @@ async def _load(url: str, asked: Sequence[tuple[str, Prompt]]) -> tuple[dict[int
 
 
 def _settled(server: Server, before: dict[str, float], requests: int) -> dict[str, float]:
-    """The metrics once nothing runs any more: the server notices a client that has left when it sends to it."""
+    """Return the metrics once nothing runs: the server notices that a client has left when it sends to it."""
     end = time.monotonic() + 60
     while True:
         now = server.metrics()

@@ -19,7 +19,7 @@ NUMBERS = 2 * HEADS * SIZE
 def make_paged_shift(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int = HEADS, **options: Any
 ) -> PagedShift:
-    """The shift of the layer "shift", with numbers for coefficients, in a world of one process."""
+    """Return the shift of a layer named "shift", with random coefficients, in a single process."""
     monkeypatch.setattr(paged_shift, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(paged_shift, "get_tensor_model_parallel_rank", lambda: 0)
     compilation = SimpleNamespace(static_forward_context={})
@@ -32,21 +32,21 @@ def make_paged_shift(
 
 
 class Sequence:
-    """Raw keys and values of all of its tokens, its blocks, and how many tokens have been computed."""
+    """A sequence: raw keys and values of all tokens, its blocks, and the number of tokens computed so far."""
 
     def __init__(
         self, dtype: torch.dtype, length: int, blocks: list[int], start: Sequence | None, numbers: int = NUMBERS
     ) -> None:
         self.raw = torch.randn(length, numbers).to(dtype)
         self.blocks, self.computed = blocks, 0
-        if start is not None:  # a hit in the prefix cache, of whole blocks
+        if start is not None:  # a prefix-cache hit of whole blocks
             self.computed = min(start.computed, length - 1) // BLOCK * BLOCK
             self.raw[: self.computed] = start.raw[: self.computed]
             self.blocks = start.blocks[: self.computed // BLOCK] + blocks[self.computed // BLOCK :]
 
 
 def batch_of(pieces: list[tuple[Sequence, int]]) -> Any:
-    """What vLLM tells of a batch: a sequence and its number of tokens each."""
+    """Return vLLM's description of a batch, given each sequence and its number of tokens."""
     counts = torch.tensor([count for _, count in pieces])
     slots = [
         one.blocks[t // BLOCK] * BLOCK + t % BLOCK for one, n in pieces for t in range(one.computed, one.computed + n)

@@ -1,4 +1,4 @@
-"""A server of `kvshift serve` in a process of its own, and what clients see of it."""
+"""A server of `kvshift serve` in a separate process, and requests to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import aiohttp
 import psutil
 import requests
 
-# A server that is busy compiling, or whose machine is busy, takes long; it is given up when it ends or after this time.
+# A server takes long to answer if it compiles or if the machine is busy. Tests wait until it ends, or for this time.
 SECONDS = 420.0
 FAULTS = re.compile(r"\b(ERROR|CRITICAL)\b|Traceback|Exception ignored")
 
 
 class Server:
-    """`command` in the background, its output in `log`, until it answers; it ends with the block."""
+    """A server run by `command` with output in `log`. As a context it answers on entry and is stopped on exit."""
 
     def __init__(self, command: Sequence[str], log: Path, port: int) -> None:
         self.command, self.log, self.url = list(command), log, f"http://127.0.0.1:{port}"
@@ -43,7 +43,7 @@ class Server:
                 self.kill()
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -63,7 +63,7 @@ class Server:
         raise AssertionError(f"the server did not answer within {SECONDS:.0f} s:\n{self.said()[-8000:]}")
 
     def kill(self) -> list[psutil.Process]:
-        """`kill -9` of the server itself; returns the processes that it had started."""
+        """Kill the server process itself by SIGKILL; return the processes that it had started."""
         assert self.process is not None
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
@@ -74,11 +74,11 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def faults(self) -> list[str]:
-        """The lines of the log that speak of an error."""
+        """Return the lines of the log that report an error."""
         return [line for line in self.said().splitlines() if FAULTS.search(line)]
 
     def metrics(self) -> dict[str, float]:
-        """Sums over labels, by name; counters by finished reason too."""
+        """Return metrics by name, summed over labels; a label `finished_reason` is appended to the name instead."""
         found: dict[str, float] = {}
         for line in self.session.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             if line.startswith("vllm:"):
@@ -92,14 +92,14 @@ class Server:
         return self.session.post(f"{self.url}{path}", timeout=SECONDS, **kwargs)
 
     def answer(self, model: str, prompt: Sequence[int], tokens: int) -> list[int]:
-        """The tokens of one answer, greedy and not streamed."""
+        """Return the tokens of one greedy answer that is not streamed."""
         response = self.post("/v1/completions", json=body(model, prompt, tokens))
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["token_ids"]
 
 
 def body(model: str, prompt: Sequence[int], tokens: int, **options: Any) -> dict[str, Any]:
-    """A request for exactly so many tokens, greedily, as token ids."""
+    """Return a request for exactly `tokens` greedy tokens, answered with token ids."""
     return {
         "model": model,
         "prompt": list(prompt),
@@ -112,7 +112,7 @@ def body(model: str, prompt: Sequence[int], tokens: int, **options: Any) -> dict
 
 
 async def stream(session: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> AsyncIterator[list[int]]:
-    """The tokens of each event of a streamed answer; to leave the loop is to disconnect."""
+    """Yield the tokens of each event of a streamed answer. Closing the iterator early disconnects."""
     async with session.post(f"{url}/v1/completions", json={**request, "stream": True}) as response:
         assert response.status == 200, await response.text()
         async for line in response.content:
@@ -120,7 +120,7 @@ async def stream(session: aiohttp.ClientSession, url: str, request: dict[str, An
             if event and event != "[DONE]":
                 for choice in json.loads(event)["choices"]:
                     yield choice["token_ids"] or []
-        # The last event: nothing more is sent on this connection, so it may be used again.
+        # The response has been read to its end, so the connection can be used again.
 
 
 def free_port() -> int:
@@ -130,6 +130,6 @@ def free_port() -> int:
 
 
 def serve(model: Path, port: int, *options: str) -> list[str]:
-    """The command line of `kvshift serve` for a model, with what the tests of servers have in common."""
+    """Return the command line of `kvshift serve` for a model, with the options that all tests of servers share."""
     common = ["--host=127.0.0.1", f"--port={port}", "--dtype=float32", "--enforce-eager"]
     return [sys.executable, "-m", "kvshift", "serve", str(model), *common, *options]

@@ -1,7 +1,7 @@
-"""Asynchronous scheduling: each step is planned before the tokens of the one before it are known.
+"""Asynchronous scheduling: each step is planned before the tokens of the previous step are known.
 
-vLLM does so on GPUs alone. Here nothing runs beside it: on a CPU vLLM's streams and events do nothing, and the work is
-done in the order in which it is asked for.
+vLLM does this only on GPUs. Here nothing runs concurrently: on a CPU vLLM's streams and events do nothing, and the work
+is done in the order in which it is submitted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def checked(cls: Any, vllm_config: Any) -> None:
         check(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True  # which it has just turned off
+        vllm_config.scheduler_config.async_scheduling = True  # `check` has turned it off
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(checked))
 

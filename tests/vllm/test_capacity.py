@@ -1,4 +1,4 @@
-"""benchmarks/serving.py: what raw keys and values take of vLLM's pool, counted by vLLM."""
+"""benchmarks/serving.py: the share of vLLM's pool that raw keys and values take, counted by vLLM."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from . import engines  # noqa: F401  # which spares vLLM's imports in further processes
+from . import engines  # noqa: F401  # prevents imports of vLLM in further processes
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serving.py"
 
 
 @pytest.fixture
 def process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The script has a process for itself and leaves vLLM changed."""
+    """Undo the changes that the script makes to vLLM, since it expects a process of its own."""
     name = "get_supported_kernel_block_sizes"
     monkeypatch.setattr(CPUAttentionBackend, name, CPUAttentionBackend.__dict__[name])
     yield
@@ -36,11 +36,11 @@ def test_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({row["model"] for row in rows}) == 3
     for row in rows:
         assert row["state_bytes_per_token"] == pytest.approx(row["by_hand"])
-        # A row behind those of the tokens in each page, and nothing set aside; whole blocks of the pool are counted.
+        # Each page has one row behind those of its tokens, and nothing else is reserved. The pool has whole blocks.
         fits = row["state_bytes_per_token"] / row["bytes_per_token"]
         assert row["share"] == pytest.approx(fits, abs=1e-3)
         if row["block_size"] >= 64:
             assert row["share"] < 0.02
         if row["model"] == "KVShiftLlama":
-            row_bytes = 2 * 4 * 64 * 4  # keys and values, heads, their size, float32
+            row_bytes = 2 * 4 * 64 * 4  # keys and values, heads, head size, float32
             assert row["by_hand"] == 4 * row_bytes / row["block_size"]  # 4 layers

@@ -1,4 +1,4 @@
-"""Faults on purpose, one at a time: the comparison of `test_settings.py` catches each."""
+"""The comparison of `test_settings.py` detects each of several deliberate faults."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ NAMES = ("num_reqs", "max_query_len", "query_start_loc", "query_start_loc_cpu", 
 
 
 def read_before_write(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
-    """All rows are read from the cache: those of a block that this batch fills are not there yet."""
+    """All rows are read from the cache, before the rows of a block that this batch fills are written."""
     elsewhere = SimpleNamespace(**{name: getattr(batch, name) for name in NAMES})
     elsewhere.slot_mapping = batch.slot_mapping + 2**40  # no token of the batch is found in its slot
     return replace(metadata, sources=metadata_of(elsewhere, pages, WINDOW).sources)
 
 
 def read_after_write(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
-    """All are read last: a piece that goes round the ring has written over what it continues from."""
+    """Rows are read after writing: a piece that wraps around the ring has overwritten the rows that it continues."""
     written = metadata.sources[..., None] + pages.count == metadata.kept
     sources = torch.where(written.any(-1), written.int().argmax(-1), metadata.sources)
     return replace(metadata, sources=sources.int())
 
 
 def no_rows_for_hits(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
-    """What stands in a block before the one in which a piece begins is not found."""
+    """A piece that begins a block does not find the rows of the block before."""
     begins = batch.query_start_loc[: batch.num_reqs + 1]
     at_block = (batch.seq_lens[: batch.num_reqs] - begins.diff()) % pages.tokens == 0
     sources = metadata.sources.clone()
@@ -47,7 +47,7 @@ def no_rows_for_hits(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> 
 
 
 def nothing_kept(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
-    """Every piece begins as if it were the first."""
+    """Every piece begins as if it were the first of its sequence."""
     return replace(metadata, sources=metadata.sources.where(metadata.sources >= 0, NOTHING))
 
 
@@ -66,7 +66,7 @@ def test_the_fault_is_caught(name: str, checkpoint: Checkpoint, monkeypatch: pyt
 
 
 def assert_caught(fault: Any, options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same prompts, first without the fault and then with it."""
+    """Assert that answers to the same prompts are right without the fault and wrong with it."""
     model: Any = KVShiftLlamaForCausalLM.from_pretrained(folder).eval()
     with engine(folder, **options) as running:
         right = answers(running)
@@ -81,6 +81,6 @@ def assert_caught(fault: Any, options: dict[str, Any], folder: Path, monkeypatch
 
 
 def answers(running: Engine) -> list[Any]:
-    """Of prompts that share a start and repeat themselves, in one batch: some hit what others are computing."""
+    """Generate in one batch from repetitive prompts with a common start; some hit blocks that others compute."""
     start, *ends = drawn(64, *[3] * 12, seed=15)
     return running.generate([[*start, *end, *end, *end] for end in ends], tokens=24)

@@ -1,7 +1,7 @@
-"""Steps of decoding inside of CUDA graphs, without a GPU: a graph is captured, and replayed for other batches.
+"""Decoding steps in CUDA graphs, without a GPU: a graph is captured, and replayed for other batches.
 
-The kernel is run by Triton's interpreter, in a process of its own: where it begins, Triton settles for the compiler or
-the interpreter. (tests/ops/triton/test_compiled.py compiles the kernel for GPUs.)
+Triton's interpreter runs the kernel in a separate process, because Triton chooses between compiler and interpreter when
+it is imported. (tests/ops/triton/test_compiled.py compiles the kernel for GPUs.)
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .paged_sequences import BLOCK, HEADS, SIZE, Sequence, batch_of, make_paged_
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="run by test_in_the_interpreter")
 SOURCE = Path(paged_shift.__file__).with_name("decode_kernel.py")
-NUMBERS = 2 * SIZE  # of a token, with one KV head
-SEQUENCES = 6  # of the captured batch
+NUMBERS = 2 * SIZE  # per token, with one KV head
+SEQUENCES = 6  # in the captured batch
 LENGTH, PAGES = 40, 256
 
 Sabotage = Callable[[UniformBatch], UniformBatch]
@@ -52,7 +52,7 @@ def test_in_the_interpreter() -> None:
 
 
 def kernel(right: str = "", wrong: str = "", folder: Path | None = None) -> Any:
-    """The kernel, or, written into a folder, one with one text in place of another."""
+    """Return the kernel, or a copy in `folder` whose source has `wrong` in place of `right`."""
     if folder is None:
         return paged_shift.decode_kernel()
     source, file = SOURCE.read_text(), folder / SOURCE.name
@@ -65,10 +65,10 @@ def kernel(right: str = "", wrong: str = "", folder: Path | None = None) -> Any:
 
 
 class Decoding:
-    """A layer, its pages, which nobody has written, and a graph of its shift of a step of decoding.
+    """A layer, its unwritten pages, and a graph of the layer's shift in a decoding step.
 
-    The tensors that the graph reads are kept as vLLM's runners keep theirs: captured with a batch that has no slots.
-    What is expected is computed on the CPU, wherever the graph is (`test_gpu_decode_graph.py`).
+    As in vLLM's runners, the graph always reads the same tensors, and is captured with a batch that has no slots.
+    Expected values are computed on the CPU, also for graphs on a GPU (`test_gpu_decode_graph.py`).
     """
 
     device = torch.device("cpu")
@@ -87,7 +87,7 @@ class Decoding:
         self.layer = make_paged_shift(monkeypatch, dtype, 1, window=window)
         self.served = deepcopy(self.layer).to(self.device)
         self.drafts, rows = drafts, window - 1 + drafts
-        margin = BLOCK + rows + drafts  # a page, for what a wrong kernel does
+        margin = BLOCK + rows + drafts  # a page at each end, where a wrong kernel may write
         self.pages = Pages(tokens=BLOCK, rows=rows, stride=margin, count=PAGES * margin)
         self.expected_whole = torch.full(((PAGES + 2) * margin, NUMBERS), torch.nan, dtype=dtype)
         self.whole = self.expected_whole.to(self.device, copy=True)
@@ -95,7 +95,7 @@ class Decoding:
         self.expected_cache = self.expected_whole[margin:-margin]
 
         tokens = SEQUENCES * (1 + drafts)
-        self.kv = torch.zeros(tokens, NUMBERS + 7, dtype=dtype, device=self.device)[:, 7:]  # queries stand before it
+        self.kv = torch.zeros(tokens, NUMBERS + 7, dtype=dtype, device=self.device)[:, 7:]  # queries come first
         self.shifted = torch.zeros(tokens, NUMBERS, dtype=dtype, device=self.device)
         self.slots = torch.full((tokens,), -1, device=self.device)
         self.seq_lens = torch.full((SEQUENCES,), 1 + drafts, device=self.device).int()
@@ -110,7 +110,7 @@ class Decoding:
         )
         uniform = UniformBatch.of(batch, self.pages)
         assert uniform is not None
-        self.served.weights  # noqa: B018  # made at start
+        self.served.weights  # noqa: B018  # computed at start
         self.graph = self.make_graph()
         recorded = self.graph.recording(kernel() if launched is None else launched)
         monkeypatch.setattr(paged_shift, "decode_kernel", lambda: recorded)
@@ -120,10 +120,10 @@ class Decoding:
             kv_shift(self.kv, self.shifted, "shift")
 
     def warm_up(self) -> None:
-        """As vLLM's runners do before they capture a graph; here, what follows would be captured twice."""
+        """Do nothing. vLLM's runners run the shift before capture; here that would record its launch twice."""
 
     def replay(self, pieces: list[tuple[Sequence, int]], kv: Tensor) -> Tensor:
-        """Shifted keys and values of a batch that is written into the tensors, and padded as vLLM pads."""
+        """Write a batch into the tensors, padded as in vLLM, and return its keys and values shifted by the graph."""
         batch, tokens, sequences = batch_of(pieces), len(kv), len(pieces)
         self.kv.fill_(torch.inf)[:tokens] = kv
         self.shifted.fill_(torch.nan)
@@ -134,11 +134,11 @@ class Decoding:
         return self.shifted[:tokens].cpu()
 
     def kept(self) -> Tensor:
-        """All that is in the pages and around them."""
+        """Return the memory of the pages and around them."""
         return self.whole
 
     def shift(self, pieces: list[tuple[Sequence, int]], kv: Tensor, cache: Tensor) -> Tensor:
-        """The same by `shift_batch`."""
+        """Return keys and values shifted by `shift_batch`."""
         written = torch.full_like(kv, torch.nan)
         metadata = PagedShiftMetadata.of(batch_of(pieces), self.pages, self.layer.options.window)
         self.layer.shift_batch(kv, written, cache, metadata)
@@ -146,7 +146,7 @@ class Decoding:
 
 
 def put_into_context(monkeypatch: pytest.MonkeyPatch, decoding: Decoding, metadata: Any) -> None:
-    """As vLLM's runners do before a step."""
+    """Set the forward context as vLLM's runners do before a step."""
     attention = SimpleNamespace(raw_rows=lambda: decoding.cache, pages=decoding.pages)
     context = SimpleNamespace(
         attn_metadata={"attention": SimpleNamespace(kv_shift=metadata)},
@@ -157,7 +157,7 @@ def put_into_context(monkeypatch: pytest.MonkeyPatch, decoding: Decoding, metada
 
 @torch.no_grad()
 def assert_replays_are_right(decoding: Decoding, steps: int = 24) -> None:
-    """Each step other sequences, in other number: shifted as by `shift_batch`, and the same bits kept of them."""
+    """Assert that replays for changing sequences shift as `shift_batch` does and store the same bits."""
     chance, each = random.Random(decoding.drafts), 1 + decoding.drafts
     sequences: list[Sequence] = []
     born = hits = begun = 0
@@ -165,7 +165,7 @@ def assert_replays_are_right(decoding: Decoding, steps: int = 24) -> None:
     def new() -> Sequence:
         nonlocal born
         born += 1
-        blocks = list(range(5 * born - 4, 5 * born + 1))  # that nobody has had
+        blocks = list(range(5 * born - 4, 5 * born + 1))  # never used before
         return Sequence(decoding.kv.dtype, LENGTH, blocks, None, NUMBERS)
 
     for step in range(steps):
@@ -177,7 +177,7 @@ def assert_replays_are_right(decoding: Decoding, steps: int = 24) -> None:
                 decoding.shift([(one, prompt)], one.raw[:prompt], cache)
             one.computed = prompt
         for one in sequences[: SEQUENCES - len(sequences)]:
-            if (one.computed + 1) % BLOCK == 0:  # another sequence finds the block that this step fills
+            if (one.computed + 1) % BLOCK == 0:  # another sequence hits the block that this step fills
                 twin, hits = new(), hits + 1
                 twin.computed = one.computed + 1
                 twin.raw[: twin.computed] = one.raw[: twin.computed]
@@ -191,7 +191,7 @@ def assert_replays_are_right(decoding: Decoding, steps: int = 24) -> None:
         assert torch.equal(bits(decoding.kept()), bits(decoding.expected_whole)), f"step {step}: others are kept"
         for one in sequences:
             one.computed += 1 + chance.randint(0, decoding.drafts)
-            one.raw[one.computed :].normal_()  # other tokens come in place of the drafts that are rejected
+            one.raw[one.computed :].normal_()  # other tokens replace rejected drafts
         sequences = [one for one in sequences if one.computed + each < LENGTH and chance.random() < 0.9]
     assert hits > 0
     assert begun > 0
@@ -245,7 +245,7 @@ COPIES: dict[str, Sabotage] = {
 @interpreted
 @pytest.mark.parametrize("name", COPIES)
 def test_a_graph_of_copies_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was made for the captured batch is not that of the next one."""
+    """Copies of tensors hold the data of the captured batch, not of the next one."""
     with pytest.raises(AssertionError, match="step"):
         assert_replays_are_right(Decoding(monkeypatch, window=2, sabotage=COPIES[name]))
 
@@ -273,8 +273,8 @@ def test_a_look_at_the_device_is_caught(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted on tensors without numbers, which are not on a CPU: with the path for all batches, and with that for one
-    token of each sequence.
+    """Launches are counted on meta tensors, which are not on a CPU: on the path for all batches, and on the path for
+    one token of each sequence.
     """
     layer = make_paged_shift(monkeypatch, torch.bfloat16)
     layer.weights, layer.path = torch.empty(2 * HEADS, 2, device="meta"), "triton"
@@ -292,7 +292,7 @@ def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     with step.capture():
         metadata = PagedShiftMetadata.of(batch, pages, window=2)
     with plan.capture():
-        metadata.plan, metadata.own, metadata.is_kept  # noqa: B018  # made by the first layer for all
+        metadata.plan, metadata.own, metadata.is_kept  # noqa: B018  # computed by the first layer for all layers
     with shift.capture():
         layer.shift_batch(kv, torch.empty_like(kv), cache, metadata)
     monkeypatch.setattr(paged_shift, "decode_kernel", lambda: uniform.recording(defaultdict(lambda: print)))
@@ -304,7 +304,7 @@ def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
         "aten::copy_",
         "aten::where.self",
         "aten::index_copy_",
-    ]  # and the kernel that shifts: 4 launches for each layer
+    ]  # and the kernel that shifts: 4 launches per layer
     assert len(step.operations) == 48
     assert len(plan.operations) == 3
     assert uniform.operations == []
@@ -315,7 +315,7 @@ def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     ("change", "taken"),
     [
         ({}, True),
-        ({"num_actual_tokens": 5}, False),  # pieces of other lengths
+        ({"num_actual_tokens": 5}, False),  # pieces of different lengths
         ({"num_actual_tokens": 12, "max_query_len": 2}, False),  # longer than the ring
     ],
 )
@@ -327,7 +327,7 @@ def test_pieces_of_one_length_are_a_uniform_batch(change: dict[str, int], taken:
 
 
 def one_token_each(sequences: int, device: torch.device) -> Any:
-    """A batch, of whatever numbers."""
+    """Return a batch with one token per sequence and arbitrary data."""
     return SimpleNamespace(
         num_reqs=sequences,
         num_actual_tokens=sequences,
@@ -341,7 +341,7 @@ def one_token_each(sequences: int, device: torch.device) -> Any:
 
 
 def test_a_graph_of_other_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph would hold what was computed for the batch that it was captured with."""
+    """A graph of such a shift would hold results for the batch that it was captured with."""
     layer = make_paged_shift(monkeypatch, torch.float32)
     kv: Any = SimpleNamespace(is_cuda=True)
     context = SimpleNamespace(attn_metadata=None, no_compile_layers={"shift": layer})

@@ -1,4 +1,4 @@
-"""Draft models that have a shift themselves."""
+"""Draft models with a KV shift."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .engines import different, drawn, engine
 
 @torch.no_grad()
 def test_a_draft_model_with_a_shift(checkpoint: Callable[[str], Path]) -> None:
-    """The answers are the model's own, and each draft is what the draft model itself finds likeliest."""
+    """The answers are the model's, and each draft consists of the likeliest tokens by the draft model."""
     model, drafting = (
         KVShiftLlamaForCausalLM.from_pretrained(checkpoint(name)).eval() for name in ("llama", "draft-with-shift")
     )
@@ -41,7 +41,7 @@ def test_a_draft_model_with_a_shift(checkpoint: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("name", ["mistral-sliding", "baichuan-m1"])
 def test_a_draft_model_beside_windows(name: str, checkpoint: Callable[[str], Path]) -> None:
-    """Where vLLM keeps the tokens of all layers alike; otherwise it is refused."""
+    """It is served if vLLM keeps the same tokens for all layers, and refused otherwise."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name)).eval()
     method = {"method": "draft_model", "model": str(checkpoint("draft-with-shift")), "num_speculative_tokens": 3}
     with engine(checkpoint(name), speculative_config=method, disable_hybrid_kv_cache_manager=True) as running:

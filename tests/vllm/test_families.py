@@ -1,4 +1,4 @@
-"""Every family beside the same model in transformers, in one engine each, where everything happens at once."""
+"""Every family gives the answers of transformers, in one engine with chunks, hits and preemptions at once."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def test_full_attention(name: str, checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize(("name", "blocks"), [("llama-sliding", 12), ("mistral-sliding", 24)])
 def test_a_window_of_all_layers(name: str, blocks: int, checkpoint: Checkpoint) -> None:
-    """Raw rows stand in the blocks that the attention keeps for its window."""
+    """Raw rows lie in the blocks that attention keeps for its window."""
     all_at_once(checkpoint(name), load_kv_shift(checkpoint(name)), blocks)
 
 
 @pytest.mark.parametrize("name", ["qwen2-sliding", "qwen3-sliding", "baichuan-m1"])
 def test_layers_of_different_windows(name: str, checkpoint: Checkpoint) -> None:
-    """Pages of all layers are equal."""
+    """The pages of all layers are equally large."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name))
     all_at_once(checkpoint(name), model, blocks=30)
 
 
 def test_a_stock_model_that_kvshift_retrofit_has_converted(tmp_path: Path) -> None:
-    """Before it is trained, it gives the answers of the stock model."""
+    """Before training it gives the answers of the stock model."""
     torch.manual_seed(7)
     stock: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES | {"hidden_size": 128, "vocab_size": 277}))
     stock.save_pretrained(tmp_path / "stock")
@@ -61,7 +61,7 @@ def test_a_stock_model_that_kvshift_retrofit_has_converted(tmp_path: Path) -> No
 
 
 def all_at_once(folder: Path, model: Any, blocks: int = 24) -> None:
-    """Mixed lengths and shared starts, twice: in chunks, with hits and with preemptions."""
+    """Compare answers to prompts of mixed lengths with common starts, twice: in chunks, with hits and preemptions."""
     start, *ends = drawn(70, *range(1, 40, 4), seed=13)
     prompts = [[*start, *end] for end in ends] + drawn(1, 2, 3, 31, 32, 33, 63, 64, 65, 130, 200, 300, seed=14)
     with engine(folder, max_num_batched_tokens=48, max_num_seqs=16, num_gpu_blocks_override=blocks) as running:

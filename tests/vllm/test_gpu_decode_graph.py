@@ -1,4 +1,4 @@
-"""Steps of decoding inside of real CUDA graphs: `test_decode_graph.py`, with a GPU in place of the interpreter."""
+"""Decoding steps in real CUDA graphs: `test_decode_graph.py` with a GPU instead of the interpreter."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = [*MARKS, needs_cuda]
 
 
 def there(batch: Any) -> Any:
-    """A batch whose tensors are on the device, but for the one that vLLM keeps on the host as well."""
+    """Return a batch with its tensors on the device, except the one that vLLM also keeps on the host."""
     moved = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in vars(batch).items()}
     return SimpleNamespace(**moved | {"query_start_loc_cpu": batch.query_start_loc_cpu})
 
 
 class RealGraph:
-    """`CapturedGraph`, by CUDA."""
+    """A CUDA graph with the interface of `CapturedGraph`."""
 
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -43,7 +43,7 @@ class RealGraph:
 
 
 class DecodingOnDevice(Decoding):
-    """Pages and graph are on the device, and prompts are written into those pages there."""
+    """`Decoding` with its pages and its graph on the device, where prompts are also written."""
 
     device = DEVICE
     make_graph = RealGraph
@@ -53,7 +53,7 @@ class DecodingOnDevice(Decoding):
         torch.cuda.synchronize()
 
     def kept(self) -> Tensor:
-        """All but vLLM's null block, into which prompts may write there."""
+        """Return the memory of the pages, with expected values in vLLM's null block: prompts may write there."""
         kept, null = self.whole.cpu(), slice(self.pages.stride, 2 * self.pages.stride)
         kept[null] = self.expected_whole[null]
         return kept

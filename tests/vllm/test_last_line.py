@@ -1,4 +1,4 @@
-"""A server that does not start says why in its last line, whichever process of it found out."""
+"""The last line of a server that does not start is the reason, whichever of its processes found it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvshift.cli import main
 from kvshift.integrations.vllm_plugin.start_fault import MESSAGES
 from kvshift.serving import vllm_command
 
-from . import engines  # noqa: F401  # which imports vLLM, for the copies of this process
+from . import engines  # noqa: F401  # imports vLLM before this process is forked
 from .server import serve
 
 CASES = {
@@ -44,17 +44,17 @@ def test_the_last_line_is_the_reason(case: str, checkpoint: Callable[[str], Path
 
 
 def whole(command: Sequence[str], out: Path) -> tuple[int, str]:
-    """Exit code and stderr of the command."""
+    """Run the command and return its exit code and stderr."""
     with out.open("w") as file:
         ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=file, timeout=420)
     return ended.returncode, out.read_text()
 
 
 def forked(command: Sequence[str], out: Path) -> tuple[int, str]:
-    """The same of a copy of this process, which has imported vLLM already; that takes half a minute."""
+    """Do the same in a fork of this process, which has already imported vLLM; the import takes half a minute."""
     child = os.fork()
     if not child:
-        _run_copy(command[3:], out)  # behind "python -m kvshift"
+        _run_copy(command[3:], out)  # without "python -m kvshift"
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), out.read_text()
 
 
@@ -75,7 +75,7 @@ def _run_copy(arguments: Sequence[str], out: Path) -> NoReturn:
 
 
 def becomes_vllm(path: str, command: Sequence[str], environment: dict[str, str]) -> NoReturn:
-    """What `os.execve` does, but for the imports."""
+    """Replace `os.execve`, without importing everything again."""
     assert (path, *command[:3]) == (sys.executable, sys.executable, "-m", vllm_command.__name__)
     os.environ.update(environment)
     sys.argv = [str(vllm_command.__file__), *command[3:]]

@@ -1,4 +1,4 @@
-"""Requests over HTTP from 32 clients of which a third leave: adapters, weights of 8 bits, two engines."""
+"""Requests over HTTP from 32 clients, a third of which leave: adapters, 8-bit weights and two engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def folder(checkpoint: Checkpoint, tmp_path: Path) -> Path:
-    """A retrofit with a tokenizer, which a server asks for."""
+    """The folder of a retrofitted model with a tokenizer, which a server needs."""
     shutil.copytree(checkpoint("llama-retrofit"), tmp_path / "model")
     words = Tokenizer(WordLevel({"to": 0, "be": 1}, unk_token="to"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
@@ -52,10 +52,10 @@ def test_two_adapters_and_none(folder: Path, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_weights_of_8_bits(folder: Path, tmp_path: Path) -> None:
-    """The last bit of an input decides now and then which of two numbers of 8 bits it becomes, see test_quantized.py.
+    """The last bit of an input sometimes decides to which 8-bit number it is rounded, see test_quantized.py.
 
-    So answers in which every token leads by more than that is mostly worth are compared. One in a hundred may still
-    differ, by a token that the model finds nearly as likely.
+    So the prompts are those whose answers usually do not depend on it. One answer in a hundred may still differ, by a
+    token that the model finds nearly as likely.
     """
     model = quantize(folder, tmp_path / "quantized", "int")
     prompts = prompts_for(model, REQUESTS, margin=0.1, each=96, tokens=8)
@@ -70,7 +70,7 @@ def test_weights_of_8_bits(folder: Path, tmp_path: Path) -> None:
 
 
 def test_two_engines(folder: Path, tmp_path: Path) -> None:
-    """Data parallel: each has the whole model and a cache of its own, and some of the requests."""
+    """With data parallelism, each engine has the whole model and its own cache, and serves some of the requests."""
     prompts = prompts_for(load_kv_shift(folder).eval(), REQUESTS // 3, margin=1e-3)
     asked = [(str(folder), prompt) for prompt in prompts]
     port, two = free_port(), ("--data-parallel-size=2", "--api-server-count=1")

@@ -1,4 +1,4 @@
-"""Adapters at run time: each request of a batch gets the answers of the model into which its own is merged."""
+"""Adapters at run time: each request of a batch gets the answers of the model into which its adapter is merged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def adapted(model: Any, folder: Path, projections: Sequence[str], seed: int) -> Any:
-    """Write an adapter in PEFT's layout to `folder`, and merge it into `model`."""
+    """Write an adapter in PEFT's layout to `folder`, merge it into `model` and return the model."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in model.named_modules():
@@ -48,9 +48,9 @@ def adapted(model: Any, folder: Path, projections: Sequence[str], seed: int) -> 
 
 @pytest.mark.parametrize("name", ["llama-retrofit", "qwen3"])
 def test_two_adapters_and_none_in_one_batch(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Keys and values of adapters are shifted like others, and no block of one is found for another.
+    """Keys and values of adapters are shifted like others, and cached blocks of one adapter never serve another.
 
-    One slot for adapters stays empty: on a CPU, vLLM 0.32.0 gives a request without one what the last slot holds.
+    One slot for adapters stays empty: on a CPU, vLLM 0.32.0 applies the last slot to requests without an adapter.
     """
     models = [
         load_kv_shift(checkpoint(name)).eval(),

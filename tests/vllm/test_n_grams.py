@@ -1,7 +1,7 @@
 """Drafts by n-grams.
 
-numba, which finds them, sets the number of threads of the process to its own, and where that is another than before,
-every engine that is made afterwards computes wrongly on a CPU, with vLLM's own Llama too. `conftest.py` gives it one.
+numba, which finds them, sets the number of threads of the process to its own. If that changes the number, every later
+engine computes wrong results on a CPU, with vLLM's own Llama too. `conftest.py` sets numba's number of threads to one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_drafts_by_n_grams(folder: Path, model: Any) -> None:
 
 @pytest.mark.parametrize(("name", "blocks"), [("llama", 32), ("mistral-sliding", 24), ("baichuan-m1", 30)])
 def test_all_at_once(name: str, blocks: int, checkpoint: Checkpoint) -> None:
-    """Chunks, hits, preemption and rejected drafts in one batch; with a window of all layers, and of some."""
+    """Chunks, hits, preemption and rejected drafts occur in one batch; no, all or some layers have a sliding window."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name)).eval()
     start, *ends = drawn(70, *range(20, 60, 2), seed=8)
     options = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "num_gpu_blocks_override": blocks}
@@ -63,7 +63,7 @@ def test_all_at_once(name: str, blocks: int, checkpoint: Checkpoint) -> None:
 
 
 def one_row(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
-    """Drafts write over the row that is read when they are rejected."""
+    """A fault: drafts overwrite the row that is read after they are rejected."""
     first_of_page = (metadata.sources + pages.count) // pages.rows * pages.rows - pages.count
     sources = metadata.sources.where((metadata.sources >= 0) | (metadata.sources == NOTHING), first_of_page)
     kept = metadata.kept.where(metadata.kept < 0, metadata.kept // pages.rows * pages.rows)

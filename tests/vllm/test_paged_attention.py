@@ -1,4 +1,4 @@
-"""Pages with a tail: what vLLM's backends are asked and told for them, and what is refused."""
+"""Pages with a tail: block sizes, CUDA graphs and metadata of vLLM's backends, and caches that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKENDS: list[Any] = [CPUAttentionBackend, FlashAttentionBackend, TritonAttenti
 
 
 class OnlySmallBlocks(CPUAttentionBackend):
-    """A kernel that takes blocks of 16 or 32 tokens."""
+    """A backend whose kernel takes blocks of 16 or 32 tokens."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -30,7 +30,7 @@ class OnlySmallBlocks(CPUAttentionBackend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_are_of_64_tokens_where_nobody_chose(backend: type[AttentionBackend]) -> None:
-    """vLLM's default on a GPU is 16, of which the raw row of each block is one more of 17."""
+    """With vLLM's default of 16 tokens on a GPU, raw keys and values would take one of 17 rows."""
     assert with_raw_rows(backend).get_preferred_block_size(16) == 64
     assert with_raw_rows(backend).get_preferred_block_size(128) == 128
 
@@ -55,7 +55,7 @@ def test_a_backend_keeps_its_name_and_makes_its_metadata_anew(backend: type[Atte
     ("backend", "one_launch", "support"),
     [
         (FlashAttentionBackend, True, "UNIFORM_BATCH"),
-        (TritonAttentionBackend, True, "UNIFORM_BATCH"),  # alone it has ALWAYS
+        (TritonAttentionBackend, True, "UNIFORM_BATCH"),  # ALWAYS without the shift
         (FlashAttentionBackend, False, "NEVER"),
         (CPUAttentionBackend, True, "NEVER"),
     ],
@@ -81,14 +81,14 @@ def config_with(layers: dict[str, Any]) -> Any:
 
 
 class OwnMetadata(AttentionMetadataBuilder):
-    """A builder that does nothing."""
+    """A builder of metadata that hold nothing but the length of the prefix."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         return SimpleNamespace(prefix=common_prefix_len)
 
 
 class Backend(CPUAttentionBackend):
-    """One that makes them."""
+    """A backend with the builder `OwnMetadata`."""
 
     @staticmethod
     def get_builder_cls() -> Any:
@@ -137,7 +137,7 @@ def test_metadata_have_the_rows_beside_their_own(batch: Any) -> None:
 
 
 def attention_of_pages(cache: torch.Tensor) -> Any:
-    """That of a float32 model with one raw row in a page; it has not taken the cache yet."""
+    """Return the attention of a float32 model with one raw row per page, before the cache is bound."""
     attention: Any = AttentionWithRawRows.__new__(AttentionWithRawRows)
     torch.nn.Module.__init__(attention)
     attention.num_raw_rows, attention.layer_name, attention.raw_dtype = 1, "layer", torch.float32
@@ -146,7 +146,7 @@ def attention_of_pages(cache: torch.Tensor) -> Any:
 
 
 def pages_of(dtype: torch.dtype, tail: int) -> torch.Tensor:
-    """Four, of 32 tokens with 2 heads of 16 numbers in keys and in values, and more numbers behind them."""
+    """Return four pages of 32 tokens, with keys and values of 2 heads of size 16, and `tail` numbers behind them."""
     page = 2 * 32 * 32
     numbers = torch.zeros(4, page + tail, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype)
     return numbers.as_strided((4, 2, 32, 32), (page + tail, 32 * 32, 32, 1))
@@ -157,7 +157,7 @@ def pages_of(dtype: torch.dtype, tail: int) -> torch.Tensor:
     [(torch.float32, 0), (torch.float32, 32), (torch.float32, 72), (torch.float8_e4m3fn, 64), (torch.uint8, 260)],
 )
 def test_pages_without_room_for_whole_raw_rows_are_refused(dtype: torch.dtype, tail: int) -> None:
-    """A row has 64 numbers. vLLM may change what a layer asks for, as where it takes a window for none."""
+    """A row has 64 numbers. vLLM may change the request of a layer, for instance if it ignores a sliding window."""
     cache = pages_of(dtype, tail)
     expected = (
         rf"of layer must be whole rows of 64 numbers of torch.float32, .* with strides \({cache.stride(0)}, 1024,"
@@ -168,7 +168,7 @@ def test_pages_without_room_for_whole_raw_rows_are_refused(dtype: torch.dtype, t
 
 @pytest.mark.parametrize(("dtype", "tail"), [(torch.float32, 64), (torch.float8_e5m2, 256), (torch.uint8, 512)])
 def test_raw_rows_lie_behind_the_tokens_of_each_page(dtype: torch.dtype, tail: int) -> None:
-    """They have the dtype of the model, whatever that of the cache is."""
+    """They have the dtype of the model, whatever the dtype of the cache."""
     cache = pages_of(dtype, tail)
     attention = attention_of_pages(cache)
     attention.bind_kv_cache(cache)
@@ -177,7 +177,7 @@ def test_raw_rows_lie_behind_the_tokens_of_each_page(dtype: torch.dtype, tail: i
     assert rows.shape == (3 * stride + 1, 64)
     for page in range(4):
         rows[page * stride] = page + 1
-    assert not cache.view(torch.uint8).any()  # of the tokens, nothing was written
+    assert not cache.view(torch.uint8).any()  # nothing was written where tokens are
     tails = (
         torch.empty(0, dtype=torch.float32).set_(cache.untyped_storage()).view(4, -1)[:, -tail * dtype.itemsize // 4 :]
     )

@@ -1,4 +1,4 @@
-"""The shift of one layer over paged rows, without an engine: many steps of many sequences, against the formula."""
+"""The shift of a layer over paged rows equals the formula in many steps of many sequences, without an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .paged_sequences import BLOCK, BLOCKS, HEADS, NUMBERS, SIZE, Sequence, batc
 
 
 def expected(layer: PagedShift, raw: Tensor) -> Tensor:
-    """All tokens of a sequence at once, by the formula."""
+    """Return all tokens of a sequence shifted at once by the formula."""
     x, total = raw.float().view(-1, 2 * HEADS, SIZE), torch.zeros(())
     coefficients = layer.coefficients()
     as_it_is = torch.eye(1, layer.options.window).expand(HEADS, -1)
@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_every_token_is_shifted_as_in_its_whole_sequence(
     monkeypatch: pytest.MonkeyPatch, name: str, drafts: int, dtype: torch.dtype, backend: str
 ) -> None:
-    """Prompts whole and in chunks, decoding, drafts that are rejected, hits of blocks that the same batch fills."""
+    """Steps mix whole and chunked prompts, decoding, rejected drafts, and hits of blocks that the same batch fills."""
     skip_unless_built(backend)
     leave_to_one_dtype(backend, dtype)
     monkeypatch.setattr(dispatch, "_AUTO", backend)
@@ -59,7 +59,7 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
     stride = BLOCK + lags + 2 * drafts
     pages = Pages(tokens=BLOCK, rows=lags + drafts, stride=stride, count=BLOCKS * stride)
     layer = make_paged_shift(monkeypatch, dtype, **OPTIONS[name])
-    raw_rows = torch.full((pages.count, NUMBERS), torch.nan, dtype=dtype)  # as nobody wrote them
+    raw_rows = torch.full((pages.count, NUMBERS), torch.nan, dtype=dtype)  # not yet written
     assert layer.path == backend
     sequences: list[Sequence] = []
     steps_of_one_token = hits = rejected = 0
@@ -73,7 +73,7 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
                 most = 1 if step % 2 else chance.choice([1, 1 + drafts, 7, 30])
                 if left:
                     pieces.append((one, min(left, most)))
-            if step == 0 and i % 3 == 2 and pieces[-1][0] is sequences[-1]:  # its start is being computed beside it
+            if step == 0 and i % 3 == 2 and pieces[-1][0] is sequences[-1]:  # the batch computes its start
                 twin = Sequence(dtype, 30, list(range(45, 50)), None)
                 first, count = sequences[-1], min(len(sequences[-1].raw), 20)
                 twin.raw[:16], twin.blocks[:2], twin.computed = first.raw[:16], first.blocks[:2], 16
@@ -83,7 +83,7 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
             if not pieces:
                 continue
             kv = torch.cat([one.raw[one.computed : one.computed + count] for one, count in pieces])
-            wide = torch.cat([torch.randn(len(kv), 7).to(dtype), kv], dim=1)  # queries stand before it
+            wide = torch.cat([torch.randn(len(kv), 7).to(dtype), kv], dim=1)  # queries come first
             metadata = PagedShiftMetadata.of(batch_of(pieces), pages, lags + 1)
             steps_of_one_token += all(count == 1 for _, count in pieces)
             written = torch.full_like(kv, torch.nan)
@@ -93,7 +93,7 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
                 torch.testing.assert_close(shifted, whole[one.computed : one.computed + count])
                 taken_back = chance.randint(0, count - 1) if count == 1 + drafts else 0
                 rejected += taken_back
-                one.raw[one.computed + count - taken_back :].normal_()  # other tokens come in place of the drafts
+                one.raw[one.computed + count - taken_back :].normal_()  # other tokens replace the drafts
                 one.computed += count - taken_back
     assert steps_of_one_token > 5
     assert hits > 0
@@ -107,7 +107,7 @@ def test_the_reference_which_knows_no_plan_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_the_plugin_is_imported_where_graphs_may_be_broken() -> None:
-    """The operator is then a function of vLLM's around ours, in whose module the annotations are looked up."""
+    """vLLM then wraps the operator in a function of its own, in whose module annotations are looked up."""
     look = f"import {paged_shift.__name__} as it; print(it.kv_shift.__globals__['__name__'])"
     environment = {**os.environ, "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
     ended = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True)

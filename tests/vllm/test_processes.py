@@ -1,4 +1,4 @@
-"""Two processes with half of the heads each."""
+"""Tensor parallelism: two processes have half of the heads each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARALLEL = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 def test_tensor_parallel(checkpoint: Callable[[str], Path]) -> None:
-    """KV heads of sliding layers are split; the one of the other layers is in both processes."""
+    """KV heads of sliding layers are split; the single KV head of the other layers is in both processes."""
     folder = checkpoint("baichuan-m1")
     model: Any = BaichuanM1ForCausalLM.from_pretrained(folder).eval()
     start, *ends = drawn(70, *range(1, 40, 4), seed=16)
@@ -31,5 +31,5 @@ def test_tensor_parallel(checkpoint: Callable[[str], Path]) -> None:
 
 
 def local_heads(worker: Any) -> list[int]:
-    """How many KV heads the shift of each layer has in this process."""
+    """Return the number of KV heads of each layer's shift in this process."""
     return [layer.self_attn.shift.alpha.shape[0] for layer in worker.get_model().model.layers]

@@ -1,8 +1,8 @@
-"""Quantized weights of the projections, and keys and values of 8 bits in the cache.
+"""Quantized weights of the projections, and 8-bit keys and values in the cache.
 
-Coefficients and raw keys and values stay as they are. The model beside it is transformers'. With integers of 8 bits its
-projections call vLLM's kernel, and do not compute with the numbers that the weights stand for: on a processor without
-VNNI oneDNN's sums of products overflow, in vLLM's own models too.
+Coefficients and raw keys and values are not quantized. The reference is the model in transformers. With 8-bit integers
+its projections call vLLM's kernel instead of computing with the dequantized weights: on a processor without VNNI,
+oneDNN's sums of products overflow, in vLLM's own models too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Checkpoint = Callable[[str], Path]
 
 KINDS = {"int": torch.int8, "float": torch.float8_e4m3fn}
 GROUP = 32
-"""Weights of 4 bits that share a scale, along the input."""
+"""Number of 4-bit weights along the input that share a scale."""
 
 with_avx512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM's kernel for CPUs needs AVX-512"
@@ -40,7 +40,7 @@ with_avx512 = pytest.mark.skipif(
 
 
 def _of_8_bits(kind: str) -> dict[str, Any]:
-    """As llm-compressor writes it: a scale for each output, and for the input of each token."""
+    """Return the settings that llm-compressor writes: a scale for each output, and for each token of the input."""
     numbers = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
         "targets": ["Linear"],
@@ -55,7 +55,7 @@ _WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"
 
 
 def _packed(**weights: Any) -> dict[str, Any]:
-    """As llm-compressor writes weights of 4 bits, with other settings than `_WEIGHTS` where they are given."""
+    """Return the settings that llm-compressor writes for 4-bit weights: `_WEIGHTS`, updated by `weights`."""
     group = {"targets": ["Linear"], "weights": _WEIGHTS | weights}
     return _COMPRESSED | {"format": "pack-quantized", "config_groups": {"group_0": group}}
 
@@ -69,11 +69,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
 }
-"""What config.json says of the quantization."""
+"""The field `quantization_config` of config.json, by kind of quantization."""
 
 
 def quantize(folder: Path, out: Path, kind: str) -> Any:
-    """Write the model with quantized projections to `out`; returns it in transformers."""
+    """Write the model with quantized projections to `out`, and return its equivalent in transformers."""
     shutil.copytree(folder, out)
     model, weights = load_kv_shift(folder).eval(), load_file(folder / "model.safetensors")
     for name, module in model.named_modules():
@@ -95,18 +95,18 @@ def quantize(folder: Path, out: Path, kind: str) -> Any:
 
 
 def eight_bits(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Numbers of 8 bits, and the scale of each row: its largest number is the largest of that kind."""
+    """Return 8-bit numbers and the scale of each row, which maps its largest number to the largest of that kind."""
     scale = x.abs().amax(-1, keepdim=True) / (127 if kind == "int" else torch.finfo(KINDS[kind]).max)
     numbers = x / scale
     return (numbers.round() if kind == "int" else numbers).to(KINDS[kind]), scale
 
 
 def four_bits(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The numbers that a weight (out, in) of 4 bits stands for, and the tensors of it that a checkpoint has."""
+    """Return the numbers that the 4-bit weight (out, in) represents, and its tensors in a checkpoint."""
     groups = weight.unflatten(-1, (-1, weight.shape[1] if "one scale" in kind else GROUP))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     has_zero_points = kind in ("awq", "compressed, with zero points")
-    if has_zero_points:  # of 0 to 15, one stands for zero
+    if has_zero_points:  # one of 0 to 15 represents zero
         scale = ((high - low) / 15).half().float()
         zero = (-low / scale).round().clamp(0, 15)
     else:
@@ -120,7 +120,7 @@ def four_bits(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
         tensors = {"weight_packed": packed(integers, 1), "weight_scale": scale, "weight_shape": shape}
         return numbers, tensors | ({"weight_zero_point": packed(zero, 0)} if has_zero_points else {})
     scales = scale.t().contiguous()
-    if kind == "gptq":  # its files say one less of what stands for zero
+    if kind == "gptq":  # its files store the zero point minus 1
         groups_of_inputs = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
         zeros = packed(zero.t() - 1, 1)
         return numbers, {
@@ -129,18 +129,18 @@ def four_bits(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
             "scales": scales,
             "g_idx": groups_of_inputs,
         }
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # AWQ's, of eight outputs
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # the order of eight outputs in AWQ
     qweight, qzeros = (x.t().unflatten(1, (-1, 8))[..., order].flatten(1) for x in (integers, zero))
     return numbers, {"qweight": packed(qweight, 1), "qzeros": packed(qzeros, 1), "scales": scales}
 
 
 def packed(integers: Tensor, dim: int) -> Tensor:
-    """Eight numbers of 0 to 15 along a dimension as one of 32 bits, the first lowest."""
+    """Pack each eight numbers from 0 to 15 along `dim` into a 32-bit integer, the first in the lowest bits."""
     return pack_to_int32((integers - 8).to(torch.int8).contiguous(), 4, packed_dim=dim).contiguous()
 
 
 def by_the_numbers(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A projection from floating-point numbers of 8 bits, (out, in), multiplied and added up in float32."""
+    """Return a projection by an 8-bit floating-point weight (out, in), with products and sums in float32."""
 
     def project(x: Tensor) -> Tensor:
         numbers, scales = eight_bits(x, "float")
@@ -150,10 +150,10 @@ def by_the_numbers(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Callab
 
 
 def by_the_kernel(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A projection from integers of 8 bits, (out, in)."""
+    """Return a projection by an 8-bit integer weight (out, in), computed by vLLM's kernel."""
     handler = ops.create_onednn_scaled_mm(weight.t(), scale, torch.float32, True, False, 32)
 
-    def project(x: Tensor, _owned: Tensor = scale) -> Tensor:  # the kernel reads the scales where they are
+    def project(x: Tensor, _owned: Tensor = scale) -> Tensor:  # the kernel needs the scales to stay alive
         numbers, scales, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
         out = torch.empty(numbers.shape[0], weight.shape[0])
         ops.onednn_scaled_mm(handler, numbers, out, scales, None, None, bias)
@@ -163,7 +163,7 @@ def by_the_kernel(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Callabl
 
 
 def answers(folder: Path, **options: Any) -> list[RequestOutput]:
-    """Of prompts that are computed in chunks and, the second time, with hits in the prefix cache."""
+    """Generate twice from prompts that are computed in chunks and, the second time, hit the prefix cache."""
     start, *ends = drawn(70, *range(1, 40, 3), seed=13)
     with engine(folder, max_num_batched_tokens=48, **options) as running:
         outputs = [output for _ in range(2) for output in running.generate([[*start, *end] for end in ends], tokens=24)]
@@ -173,15 +173,15 @@ def answers(folder: Path, **options: Any) -> list[RequestOutput]:
 
 
 def compare(model: PreTrainedModel, outputs: list[RequestOutput]) -> tuple[Tensor, Tensor]:
-    """Of all tokens: see `compared`."""
+    """Return the results of `compared` for the tokens of all answers."""
     likeliest, errors = zip(*[compared(model, output) for output in outputs], strict=True)
     return torch.cat(likeliest), torch.cat(errors)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama-retrofit", "int"), ("qwen3", "int"), ("qwen3", "float")])
 def test_weights_of_8_bits(name: str, kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Now and then an input lies so near the middle between two numbers of 8 bits that its last bit decides which it
-    becomes. So some probabilities are further off than in a model that is not quantized; the tokens are the same.
+    """Sometimes an input lies so close to the middle between two 8-bit numbers that its last bit decides the rounding.
+    So some logprobs deviate more than in a model that is not quantized; the tokens are the same.
     """
     model = quantize(checkpoint(name), tmp_path / "quantized", kind)
     likeliest, errors = compare(model, answers(tmp_path / "quantized"))
@@ -193,7 +193,7 @@ def test_weights_of_8_bits(name: str, kind: str, checkpoint: Checkpoint, tmp_pat
 @with_avx512
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in KINDS])
 def test_weights_of_4_bits(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Inputs have 16 bits, as vLLM has no others for them: errors are those of that dtype, see test_half_precision."""
+    """vLLM supports only 16-bit inputs for them, so errors are those of that dtype; see test_half_precision."""
     model = quantize(checkpoint("qwen3-of-4-bits"), tmp_path / "quantized", kind).half()
     _, errors = compare(model, answers(tmp_path / "quantized", dtype="float16"))
     assert errors.mean() < 12 * torch.finfo(torch.float16).eps
@@ -212,10 +212,10 @@ def test_weights_of_4_bits(kind: str, checkpoint: Checkpoint, tmp_path: Path) ->
 def test_keys_and_values_of_8_bits(
     name: str, cache_dtype: str, options: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is shifted is rounded, as vLLM's kernel for CPUs does it, and nothing before the shift is.
+    """Shifted keys and values are rounded as in vLLM's kernel for CPUs, and nothing is rounded before the shift.
 
-    Where a number lies next to one of 8 bits, its last bit decides to which it is rounded; in the prompts' common start
-    that shows in all answers.
+    If a number is very close to an 8-bit number, its last bit decides the rounding; in the prompts' common start that
+    affects all answers.
     """
     dtype = torch.float8_e5m2 if cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
 
@@ -233,7 +233,7 @@ def test_keys_and_values_of_8_bits(
 
 
 def towards_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of 8 bits nearest to x among those that are not larger."""
+    """Round to the nearest 8-bit numbers that are not larger in magnitude."""
     nearest = x.to(dtype)
     bits = nearest.view(torch.uint8) - (nearest.to(x.dtype).abs() > x.abs()).to(torch.uint8)
     return bits.view(dtype).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What vLLM cannot do with these models is refused by name, before an engine starts."""
+"""Options and models that vLLM cannot serve with KV shift are refused by name, before an engine starts."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_family_that_is_not_served(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_of_another_window(checkpoint: Checkpoint) -> None:
-    """vLLM 0.32.0 gives a draft model the blocks of the first group of layers, whichever group it is in."""
+    """vLLM 0.32.0 gives a draft model the blocks of the first group of layers, whatever its own group."""
     drafts = {"method": "draft_model", "model": str(checkpoint("draft")), "num_speculative_tokens": 2}
     options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "block_size": 32}
     with pytest.raises(
@@ -118,7 +118,7 @@ def test_a_draft_model_of_another_window(checkpoint: Checkpoint) -> None:
 
 
 def test_blocks_of_16_on_a_cpu(checkpoint: Checkpoint) -> None:
-    """vLLM's attention there takes multiples of 32."""
+    """vLLM's attention on a CPU takes multiples of 32."""
     with pytest.raises(
         ValueError, match=r"block_size must .* CPU_ATTN takes whole, of \[MultipleOf\(32\)\] tokens; at 16 .* has 16"
     ):
@@ -154,7 +154,7 @@ def test_coefficients_that_are_not_finite(checkpoint: Checkpoint, tmp_path: Path
 
 
 def changed(folder: Path, copy: Path, fields: dict[str, Any]) -> Path:
-    """A copy of a model with other fields in its configuration."""
+    """Return a copy of a model with other fields in its configuration."""
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | fields))

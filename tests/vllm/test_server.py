@@ -1,6 +1,6 @@
-"""The server over HTTP: many clients of which some leave, requests that make no sense, and a kill while it answers.
+"""The server over HTTP: many clients, some of which leave, invalid requests, and a kill while it answers.
 
-One server answers all tests of this file, in their order; the last one kills it.
+One server answers all tests of this file, in their order; the last test kills it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .load import CONTEXT, TOKENS, Prompt, continued, prompts_for, withstand
 from .server import SECONDS, Server, body, free_port, serve, stream
 
 VOCABULARY, REQUESTS = 277, 200
-MARGIN = 1e-3  # what float32 may turn around in logits of about 1 is a thousand times smaller
+MARGIN = 1e-3  # rounding changes logits of about 1 by a thousand times less in float32
 
 
 @torch.no_grad()
 def make_model() -> KVShiftLlamaForCausalLM:
-    """Weights so large that every prompt is continued otherwise, and that the shift decides by what."""
+    """Return a model with weights so large that the answers differ between prompts and depend on the shift."""
     torch.manual_seed(0)
     config = KVShiftLlamaConfig(
         vocab_size=VOCABULARY,
@@ -56,13 +56,13 @@ def model() -> KVShiftLlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def prompts(model: KVShiftLlamaForCausalLM) -> list[Prompt]:
-    """As many as there are requests; answers that hang on the last bits are left out."""
+    """A prompt for each request, without those whose answers depend on the last bits."""
     return prompts_for(model, REQUESTS, MARGIN)
 
 
 @pytest.fixture(scope="module")
 def run(model: KVShiftLlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `kvshift train` leaves it."""
+    """The folder of a finished run of `kvshift train`."""
     run = tmp_path_factory.mktemp("runs") / "tiny"
     tokenizer = train_bpe(iter(["to be or not to be, that is the question"]), VOCABULARY)
     model.save_pretrained(run / "model")
@@ -81,7 +81,7 @@ def server(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 
 
 def test_without_the_shift_the_answers_are_others(model: KVShiftLlamaForCausalLM, prompts: list[Prompt]) -> None:
-    """Else what the server answers would say nothing of the shift."""
+    """Otherwise the answers of the server would not test the shift."""
     without = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**{**model.config.to_dict(), "shift_init": "identity"})).eval()
     weights = {name: tensor for name, tensor in model.state_dict().items() if ".shift." not in name}
     without.load_state_dict(weights, strict=False)
@@ -92,7 +92,7 @@ def test_without_the_shift_the_answers_are_others(model: KVShiftLlamaForCausalLM
 
 
 def test_what_a_run_folder_is_served_as(server: Server, run: Path) -> None:
-    """By the name that the user typed, with the model's tokenizer."""
+    """The served model has the name that the user typed, and its tokenizer works."""
     (served,) = server.session.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     assert served["id"] == str(run)
     assert served["root"] == str(run / "model")

@@ -1,6 +1,6 @@
-"""Every name of vLLM that the plugin uses, with its parameters: what the next version changes is one red line here.
+"""Every name of vLLM that the plugin uses, with its parameters: each change in a new version fails one test here.
 
-CONTRIBUTING.md says what to do then ("Another version of vLLM").
+CONTRIBUTING.md describes what to do then ("Another version of vLLM").
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from packaging.specifiers import SpecifierSet
 
 import kvshift.integrations.vllm_plugin
 
-# The minor versions that all of `make test-vllm` has run on, the newest last.
+# The minor versions that all of `make test-vllm` has been run with, the newest last.
 VERSIONS = ("0.32", "0.33")
 SOURCES = sorted(Path(kvshift.integrations.vllm_plugin.__file__).parent.glob("*.py"))
 
-# A module, and under it what is taken from it; with parentheses where its parameters count, in their order. A question
-# mark: not in all versions.
+# Modules, and below each the names taken from it. Parentheses list parameters in their order where they matter. A
+# question mark marks a parameter that only some versions have.
 SYMBOLS = """
 vllm
     ModelRegistry
@@ -111,7 +111,7 @@ vllm.v1.kv_cache_interface
     KVCacheSpec
 """
 
-# What is read of an object that vLLM hands over, and where it is defined: by the source of its class.
+# Attributes that the plugin reads from objects of vLLM, by class. They are looked for in the source of the class.
 ATTRIBUTES = {
     "vllm.config:VllmConfig": (
         "cache_config compilation_config kv_transfer_config lora_config model_config "
@@ -145,7 +145,7 @@ ATTRIBUTES = {
 
 
 def symbols() -> list[tuple[str, str, str | None]]:
-    """Module, name and parameters of each line of the table."""
+    """Return the module, name and parameters of each entry of the table."""
     found, module = [], ""
     for line in re.sub(r"\n {5,}", " ", SYMBOLS).strip().splitlines():
         if not line.startswith(" "):

@@ -1,4 +1,4 @@
-"""Small models of every family that vLLM runs, of weights so large that every coefficient shows in the tokens."""
+"""Small models of every family that vLLM serves; weights are so large that every coefficient affects the tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,  # vLLM's attention on a CPU takes few sizes
+    "head_dim": 32,  # vLLM's attention on a CPU supports few sizes
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
     "pad_token_id": None,
@@ -58,7 +58,7 @@ def _baichuan_m1(**changes: Any) -> Callable[[], PreTrainedModel]:
 
 @torch.no_grad()
 def _drawn(model: PreTrainedModel) -> PreTrainedModel:
-    """Biases and norms are drawn too, and every head has coefficients of its own."""
+    """Draw random biases, norms and coefficients, which differ between heads, and return the model."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_(std=0.2)

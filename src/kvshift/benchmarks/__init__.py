@@ -1,1 +1,1 @@
-"""Level 5: what `kvshift bench` measures: operator, layer and models beside their baselines, in one process and run."""
+"""Level 5: the measurements of `kvshift bench`: operator, layer and models, compared with baselines in one process."""

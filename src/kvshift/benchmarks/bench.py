@@ -1,4 +1,4 @@
-"""`kvshift bench`: what the shift costs, each number beside its baselines in the same process and run.
+"""`kvshift bench`: the cost of the shift, compared with baselines that run in the same process.
 
 OUT/rows.jsonl             a line for each implementation of each case, written when the case is done
 OUT/table.md, plot.svg, plot.png
@@ -43,11 +43,11 @@ _MODULES: dict[Part, str] = {
 
 
 def bench(config: BenchConfig) -> None:
-    """Measure what is missing, and write rows, table and plot.
+    """Measure the missing cases, and write rows, table and plot.
 
     Raises:
-        LabError: options or folder are not fit, or the rows there are of another commit, machine or configuration.
-        RunFailedError: at least one path failed, or does not agree with the reference; all others are measured.
+        LabError: an option or the folder is invalid, or its rows are from another commit, machine or configuration.
+        RunFailedError: at least one implementation failed or disagrees with the reference; all others are measured.
     """
     config.check()
     cuda = torch.cuda.is_available() and config.device != "cpu"
@@ -83,7 +83,7 @@ def _failed(row: Mapping[str, Any]) -> bool:
 
 
 def _cases(part: Part) -> Callable[[Session], Iterator[Case]]:
-    """From the part's own module, imported when asked for: some bring transformers."""
+    """Return the function that makes a part's cases; its module is imported on demand, as some import transformers."""
     return getattr(importlib.import_module(f"kvshift.benchmarks.{_MODULES[part]}"), f"{part}_cases")
 
 
@@ -104,7 +104,7 @@ def _session(config: BenchConfig, device: torch.device) -> Session:
 
 
 def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, Any]:
-    """What every row carries: the options that decide numbers, and where they were measured."""
+    """Return the fields of every row: the options that affect numbers, and the environment of the measurement."""
     found = environment(device, 1)
     free = option_names(BenchConfig, Meaning.DECIDES_NOTHING)
     options = {name: value for name, value in vars(config).items() if name not in free}
@@ -123,6 +123,6 @@ def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, A
 
 
 def _slug(hardware: Mapping[str, Any]) -> str:
-    """ "amd-epyc-2-threads", "nvidia-h200"."""
+    """Return a folder name for the hardware, such as "amd-epyc-2-threads" or "nvidia-h200"."""
     name = f"{hardware['cpu']} {hardware['threads']} threads" if hardware["device"] == "cpu" else hardware["device"]
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -16,32 +16,33 @@ PresetName = Literal["smoke", "laptop", "paper"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure, at which size, and the folder of the results.
+    """Options of the benchmark: the parts to measure, their size, and the folder of the results.
 
-    The same command, given again, measures only the missing cases.
+    Running the same command again measures only the missing cases.
     """
 
     parts: tuple[Part, ...] = field(default=PARTS, metadata=FREE)
-    """op: the operator. layer: an attention layer. train, prefill, decode: whole models. memory: bytes saved for the
-    backward pass. sweep: cost against T, B, G, D and dtype."""
+    """Parts to measure. op: the operator. layer: an attention layer. train, prefill, decode: whole models. memory:
+    bytes saved for the backward pass. sweep: cost as a function of T, B, G, D and dtype."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=MACHINE)
     """Device to measure on. auto: CUDA if there is a GPU."""
     preset: PresetName = "laptop"
-    """smoke: seconds, to see that it works. laptop: minutes on two cores. paper: the paper's sizes, for a GPU."""
+    """Size of the measurements. smoke: seconds, to check that everything runs. laptop: minutes on two cores. paper:
+    the paper's sizes, for a GPU."""
     rounds: int | None = None
-    """Measurements of each implementation. None: as many as the preset has."""
+    """Number of measurements of each implementation. None: the preset's number."""
     layers: int | None = None
-    """Layers of the 2.9B shape in the preset paper. None: as many as fit in the memory of the device."""
+    """Number of layers of the 2.9B model in the preset paper. None: as many as fit in the device's memory."""
     compile: bool = True
     """Also measure torch.compile (never in smoke); on a CPU it needs a C++ compiler."""
     system_malloc: bool = field(default=False, metadata=MACHINE)
-    """Use the C library's allocator with its default settings. Otherwise it retains freed memory, as PyTorch's guide
-    for CPUs advises, because allocating new pages costs more than the measured operations."""
+    """Use the C library's allocator with its default settings. Otherwise it is set to retain freed memory, as PyTorch's
+    guide for CPUs advises, because allocating new pages costs more than the measured operations."""
     out: Path | None = field(default=None, metadata=MACHINE)
-    """Folder of the rows, the table and the plot. None: results/bench/HARDWARE."""
+    """Folder for the rows, the table and the plot. None: results/bench/HARDWARE."""
 
     def check(self) -> None:
-        """Raise a LabError that names the field, its value, and what it may be."""
+        """Raise a LabError if a field is invalid; it names the field, its value and the allowed values."""
         presets = get_args(PresetName)
         require(self.preset in presets, "preset", self.preset, f"one of {', '.join(presets)}")
         known = bool(self.parts) and set(self.parts) <= set(PARTS)

@@ -1,8 +1,8 @@
-"""Tables and plots of rows; reads nothing but rows.
+"""Tables and plots of benchmark rows, made from the rows alone.
 
     python -m kvshift.benchmarks.bench_report FOLDER ...
 
-draws the table and the plot in these folders again from their rows.
+recreates the table and the plot in each folder from its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvshift.lab.analysis.panels import new_figure
 from kvshift.lab.analysis.tables import as_markdown, as_text
 from kvshift.lab.core.atomic import write_bytes
 
-if TYPE_CHECKING:  # takes a second to import
+if TYPE_CHECKING:  # importing matplotlib takes a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -59,7 +59,7 @@ def _as(name: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
     return lambda row: format(row[name] * scale, form) if row.get(name) is not None else ""
 
 
-# Heading and cell; a column without any cell is left out.
+# Heading and cell text of each column; columns without any text are omitted.
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("ms (quartiles)", _milliseconds),
     ("multiple of the first (quartiles)", _ratio),
@@ -76,7 +76,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """All rows, a table for each part, and how linear the sweep is; on which machine, by which commit."""
+    """Return all rows in Markdown: machine and commit, a table for each part, and the linear fits of the sweep."""
     if not rows:
         return ""
     pages = [_where(rows[0])]
@@ -108,7 +108,7 @@ def _where(row: Row) -> str:
 
 
 def _left_out(rows: Sequence[Row]) -> str:
-    """Which implementations took no part, by the reason."""
+    """Return text that lists the skipped implementations by reason."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if "left_out" in row and row["contestant"] not in (those := names.setdefault(row["left_out"], [])):
@@ -146,7 +146,7 @@ def _fits(rows: Sequence[Row]) -> str:
 
 
 def short(rows: Sequence[Row]) -> str:
-    """What matters, for a screen: our rows, and those that failed."""
+    """Return a summary for the terminal: the rows of `kv_shift`, and all rows that failed."""
     table: list[tuple[str, ...]] = [
         ("part", "case", "implementation", "ms", "x first", "of copy", "MiB saved", "MiB peak")
     ]
@@ -173,7 +173,7 @@ def short(rows: Sequence[Row]) -> str:
 
 
 def write(out: Path, rows: Sequence[Row], kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write OUT/table.md and, where there is something to draw, OUT/plot in these `kinds`; returns their paths."""
+    """Write OUT/table.md and, if there is something to plot, OUT/plot in these file formats; return the paths."""
     written = [out / "table.md"]
     write_bytes(written[0], markdown(rows).encode())
     figure = draw(rows)
@@ -181,7 +181,7 @@ def write(out: Path, rows: Sequence[Row], kinds: Sequence[str] = ("png", "svg"))
 
 
 def draw(rows: Sequence[Row]) -> Figure | None:
-    """Share of a copy's bandwidth by pass, cost in layers and models, cost against bytes: what of it there is."""
+    """Plot the share of a copy's bandwidth, cost in layers and models, and cost by bytes; None if nothing to plot."""
     operator = [row for row in rows if row["part"] == "op" and "of_copy" in row and not row["rotary"]]
     whole = [row for row in rows if row["part"] in ("layer", "train", "prefill", "decode") and "ratio" in row]
     whole = [row for row in whole if row["contestant"].startswith(_OURS)]
@@ -203,7 +203,7 @@ def draw(rows: Sequence[Row]) -> Figure | None:
 
 
 def _draw_operator(axes: Axes, rows: Sequence[Row]) -> None:
-    """Implementations below each other; dtypes differ by color and filling, shapes by marker."""
+    """Plot one row of markers per implementation; colors and fills distinguish dtypes, markers distinguish shapes."""
     names = list(dict.fromkeys(row["contestant"] for row in rows))[::-1]
     dtypes = dict(
         zip(
@@ -236,7 +236,7 @@ def _draw_whole(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_sweep(axes: Axes, found: dict[tuple[str, str, str], Any]) -> None:
-    """Implementations differ by color, dtypes by line, the axis that is changed by marker."""
+    """Plot seconds by bytes; colors distinguish implementations, line styles dtypes, and markers the changed axis."""
     markers = {"B": "s", "T": "o", "G": "^", "D": "v"}
     colors = {name: _SHIFTED if name.startswith(_OURS) else GREY for name, _, _ in found}
     styles = dict(zip(dict.fromkeys(dtype for _, dtype, _ in found), ("-", "--", ":"), strict=False))
@@ -252,7 +252,7 @@ def _draw_sweep(axes: Axes, found: dict[tuple[str, str, str], Any]) -> None:
 
 
 def _legend_beside(axes: Axes) -> None:
-    """At the right of the panel, each label once."""
+    """Draw the legend to the right of the panel, with each label once."""
     entries = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)}
     axes.legend(list(entries.values()), list(entries), frameon=False, handletextpad=0.2, **place)

@@ -1,4 +1,4 @@
-"""A case: implementations that are measured side by side, and the records that they give."""
+"""Cases, in which implementations are measured side by side, and the rows that they give."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Row = dict[str, Any]
 
 
 class LeftOutError(Exception):
-    """Why an implementation takes no part on this machine, or with these options; its row says so."""
+    """Raised if an implementation cannot run on this machine or with these options; its row gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What all cases of a call share.
+    """The settings that all cases of a benchmark run share.
 
     Attributes:
-        rounds, model_rounds: how many count.
-        compiled: whether torch.compile takes part.
-        layers: of a model that is made as deep as fits; None: as many as fit.
-        device_clock: how long the device works.
-        wall_clock: how long a user waits.
-        say: is told of what is being measured.
+        rounds, model_rounds: number of measured rounds.
+        compiled: whether torch.compile is measured.
+        layers: depth of a model that is otherwise made as deep as fits; None: as many layers as fit.
+        device_clock: measures how long the device works.
+        wall_clock: measures how long a user waits.
+        say: called with a text that names the case being measured.
     """
 
     device: torch.device
@@ -47,17 +47,17 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One path.
+    """One implementation.
 
     Attributes:
-        run: one call; the number chooses among sets of inputs. None: its memory is counted, its time is not taken.
-        check: compares the path with the reference before it is timed; "problem" says what is off, None that nothing
-            is; what else it returns goes into the row.
-        moved: bytes that a call must read and write at the least; 0: not said.
-        per_call: things done in a call, such as tokens, by which its time is divided.
-        resident: bytes of weights and optimizer that are there all the time.
-        saved: counts the bytes that it keeps for backward.
-        facts: what else its row says.
+        run: executes one call; the number chooses among sets of inputs. None: memory is measured, but not time.
+        check: compares the implementation with the reference before it is timed; "problem" describes a mismatch, or is
+            None; all other items go into the row.
+        moved: minimum number of bytes that a call must read and write; 0: unknown.
+        per_call: number of units in a call, such as tokens, by which its time is divided.
+        resident: bytes of weights and optimizer that are allocated all the time.
+        saved: returns the number of bytes saved for the backward pass.
+        facts: further fields of its row.
     """
 
     run: Callable[[int], object] | None
@@ -71,17 +71,17 @@ class Implementation:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Implementations side by side.
+    """Implementations that are measured side by side.
 
     Attributes:
-        part: of the benchmark.
-        name: once in a part.
-        baseline: the implementation whose time is 1.
-        build: makes the implementations, each by a function of its own: one that cannot be made is said to fail, and
-            the others are measured.
-        facts: what each row says.
-        clock: of all implementations.
-        rounds: that count.
+        part: part of the benchmark.
+        name: name of the case, unique within its part.
+        baseline: name of the implementation that ratios are relative to.
+        build: returns a function for each implementation that makes it: if one cannot be made, it is recorded as failed
+            and the others are measured.
+        facts: fields that all rows share.
+        clock: clock for all implementations.
+        rounds: number of measured rounds.
     """
 
     part: str
@@ -94,7 +94,7 @@ class Case:
 
 
 def measure_case(case: Case, device: torch.device) -> list[Row]:
-    """A row for each implementation, in their order. No implementation ends another, and none goes unsaid."""
+    """Return a row for each implementation, in order. A failure is recorded in its row and does not stop the others."""
     implementations: dict[str, Implementation] = {}
     found: dict[str, Row] = {}
     for name, make in case.build().items():
@@ -113,7 +113,7 @@ def measure_case(case: Case, device: torch.device) -> list[Row]:
         except LeftOutError as reason:
             row["left_out"] = str(reason)
             continue
-        except Exception as error:  # whatever it is, the other rows are measured
+        except Exception as error:  # whatever the error, the other implementations are measured
             row["problem"] = f"failed: {describe(error)}"
             continue
         implementations[name] = implementation
@@ -145,7 +145,7 @@ def measure_case(case: Case, device: torch.device) -> list[Row]:
 
 
 def _timing(implementation: Implementation, times: Times, baseline: Times | None) -> Row:
-    """Milliseconds, and multiples of the baseline round by round; each a median between its quartiles."""
+    """Return median and quartiles of the milliseconds, and of the ratios to the baseline in the same round."""
     each = quartiles([1e3 * seconds / implementation.per_call for seconds in times.seconds])
     row: Row = {
         "milliseconds": each.median,
@@ -163,7 +163,7 @@ def _timing(implementation: Implementation, times: Times, baseline: Times | None
 
 
 def _bandwidth(implementation: Implementation, times: Times, copy: Implementation | None, copied: Times | None) -> Row:
-    """GB/s of the bytes that must move, and what part of the baseline's that is, where the baseline moves bytes."""
+    """Return the bandwidth in GB/s for the bytes that must move, and its share of the baseline's if that is known."""
     if not implementation.moved:
         return {}
     speed = implementation.moved / quartiles(times.seconds).median / 1e9
@@ -174,7 +174,7 @@ def _bandwidth(implementation: Implementation, times: Times, copy: Implementatio
 
 
 def _compare_memory(rows: list[Row], baseline: Row) -> None:
-    """Beside the baseline's, as a part of it, where it has some."""
+    """Add to each row its saved and peak bytes relative to the baseline, as (bytes / baseline - 1)."""
     for name in ("saved", "peak"):
         base = baseline.get(f"{name}_bytes")
         for row in rows:

@@ -1,4 +1,4 @@
-"""Ways to write the shift of keys and values: ours, and those of others that it is measured beside.
+"""Implementations of the shift of keys and values: those of this package, and others to compare them with.
 
 Shapes: B batch, T positions, G KV heads, D head size, C = G D channels, W window (2 here).
 """
@@ -32,13 +32,13 @@ class Formulation:
     """One implementation of the operator.
 
     Attributes:
-        name: as rows give it.
-        function: (k, v, alpha, beta) -> (k_hat, v_hat), with coefficients as `weights` makes them.
-        weights: from coefficients (G, 2) in float32, and the k they belong to, what `function` takes.
-        coefficient_grad: from the gradient of those, and G, that of the coefficients.
-        roundings: how often a result is rounded to the dtype of k on its way: 1 where the sums are in float32.
-        fixed: coefficients that it cannot change, (current, previous); it has no gradient of them then.
-        computes: what it computes, where that is not the shift alone.
+        name: name in the rows.
+        function: (k, v, alpha, beta) -> (k_hat, v_hat), with coefficients in the form that `weights` returns.
+        weights: converts coefficients (G, 2) in float32, given k, to the form that `function` takes.
+        coefficient_grad: converts a gradient of that form, given G, to the gradient of the coefficients (G, 2).
+        roundings: how many times a result is rounded to the dtype of k on its way: 1 if sums are in float32.
+        fixed: the coefficients (current, previous) if they cannot be changed; they then have no gradient.
+        computes: what it computes if that is not the plain shift.
         boundaries: `seq_idx` or `mask` of `kv_shift`, (B, T).
         left_out: why it cannot run here, or None.
     """
@@ -55,7 +55,7 @@ class Formulation:
 
 
 def ours(backend: str, **boundaries: Any) -> Function:
-    """`kv_shift` as a user calls it, k and v together."""
+    """Return `kv_shift` as a user calls it, with k and v together."""
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
         return kv_shift(k, v, alpha, beta, backend=backend, **boundaries)[:2]
@@ -63,11 +63,11 @@ def ours(backend: str, **boundaries: Any) -> Function:
     return shift
 
 
-_DOCUMENT = 25  # tokens; no document begins where `parity.py` cuts
+_DOCUMENT = 25  # tokens; chosen so that no document begins where `parity.py` cuts a slice
 
 
 def _with_boundaries(k: Tensor) -> list[Formulation]:
-    """Documents of equal length in every row; batches padded on the left, row b by b + 1 tokens (at most half)."""
+    """Return `kv_shift` with documents of equal length, and with row b left-padded by b + 1 tokens (at most half)."""
     batch, positions = k.shape[:2]
     position_T = torch.arange(positions, device=k.device)
     documents = (position_T // _DOCUMENT).expand(batch, -1)
@@ -87,7 +87,7 @@ def _with_boundaries(k: Tensor) -> list[Formulation]:
 
 
 def _in_a_later_layer(function: Function) -> Function:
-    """With the plan of the boundaries from the first call: a model makes it once for all layers."""
+    """Return `function` with the first call's plan of the boundaries: a model makes the plan once for all layers."""
     plans: dict[Any, Any] = {}
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
@@ -98,7 +98,7 @@ def _in_a_later_layer(function: Function) -> Function:
 
 
 def twice(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
-    """For what takes one tensor: k, then v."""
+    """Return a function of k and v that applies a function of one tensor to each."""
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
         return function(k, alpha), function(v, beta)
@@ -107,29 +107,29 @@ def twice(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
 
 
 def appendix_m(x: Tensor, coefficients: Tensor) -> Tensor:
-    """The paper's formulation (appendix M): pad, unfold, multiply, sum. Its kernel has the oldest lag first."""
+    """Shift as in the paper's appendix M: pad, unfold, multiply, sum. Its kernel has the oldest lag first."""
     windows = F.pad(x, (0, 0, 0, 0, coefficients.shape[1] - 1, 0)).unfold(1, coefficients.shape[1], 1)
     return (windows * coefficients.flip(1)[:, None, :]).sum(-1)
 
 
 def pad_multiply_add(x: Tensor, coefficients: Tensor) -> Tensor:
-    """The two lines most people would write."""
+    """Shift by the two lines that most people would write."""
     before = F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1]
     return x * coefficients[:, 0, None] + before * coefficients[:, 1, None]
 
 
 def cast(coefficients: Tensor, k: Tensor) -> Tensor:
-    """Plain formulations compute in the dtype of their inputs, so their coefficients are cast; ours stay in float32."""
+    """Cast coefficients to the dtype of k, in which plain formulations compute; those of `kv_shift` stay in float32."""
     return coefficients.to(k.dtype)
 
 
 def per_channel(coefficients: Tensor, k: Tensor) -> Tensor:
-    """(G, 2) -> (C, 2), the oldest lag first, as convolutions have it."""
+    """Expand coefficients (G, 2) to convolution weights (C, 2), with the oldest lag first."""
     return coefficients.flip(1).repeat_interleave(k.shape[3], dim=0).to(k.dtype)
 
 
 def per_head(grad: Tensor, heads: int) -> Tensor:
-    """The inverse of `per_channel` for gradients: (C, 2) -> (G, 2)."""
+    """Sum gradients of convolution weights (C, 2) to gradients of coefficients (G, 2); see `per_channel`."""
     return grad.unflatten(0, (heads, -1)).float().sum(1).flip(1)
 
 
@@ -137,7 +137,7 @@ _NOT_COMPILED = "torch.compile is not measured: preset smoke or --no-compile"
 
 
 def without(k: Tensor, compiled: bool) -> list[Formulation]:
-    """All that shift tensors like k, (B, T, G, D), without a rotary embedding; the plain ones first."""
+    """Return all formulations for tensors like k, (B, T, G, D), without a rotary embedding; plain ones first."""
     plain = Formulation(name="pad, multiply, add", function=twice(pad_multiply_add), weights=cast, roundings=3)
     shift = Formulation(name="kv_shift", function=ours("auto"))
     found = [
@@ -167,8 +167,8 @@ def _left_out_last(found: list[Formulation]) -> list[Formulation]:
 
 
 def _refusal(backend: str, k: Tensor) -> str | None:
-    """Why a backend does not take tensors like k, or None."""
-    if backend == "triton" and not k.is_cuda:  # it would take them in Triton's interpreter
+    """Return why a backend does not take tensors like k, or None if it does."""
+    if backend == "triton" and not k.is_cuda:  # Triton's interpreter would accept them
         return "needs a CUDA device"
     coefficients = torch.ones(k.shape[2], 2, device=k.device)
     few = k.detach()[:1, :2]
@@ -180,7 +180,7 @@ def _refusal(backend: str, k: Tensor) -> str | None:
 
 
 def _others(k: Tensor) -> list[Formulation]:
-    """Depthwise convolutions of width 2 and the token shift of other packages."""
+    """Return the depthwise convolutions of width 2 and the token shift of other packages."""
 
     def refusal(package: str) -> str | None:
         if not k.is_cuda:
@@ -223,7 +223,7 @@ def _convolution(channels: int, dtype: torch.dtype, device: torch.device) -> Any
     from fla.modules import ShortConvolution  # pyright: ignore[reportMissingImports]
 
     module: nn.Module = ShortConvolution(channels, 2, bias=False, activation=None, device=device, dtype=dtype)
-    del module._parameters["weight"]  # the caller's takes its place
+    del module._parameters["weight"]  # the caller sets its own weight
     return module
 
 
@@ -240,14 +240,14 @@ def _token_shift(x: Tensor, _: Tensor) -> Tensor:
 
 
 def rotary_tables(length: int, size: int, dtype: torch.dtype, device: torch.device) -> Table:
-    """Cosines and sines as a model hands them to its layers, (1, T, 1, D), in the dtype of k."""
+    """Return cosines and sines as a model passes them to its layers, (1, T, 1, D), in the dtype of k."""
     cos, sin = rotary_table(torch.arange(length, device=device).unsqueeze(0), size, 10_000.0, torch.float32)
     whole = [torch.cat([part, part], dim=-1).squeeze(2).to(dtype) for part in (cos, sin)]
     return half_tables(*whole)
 
 
 def rotary_then(function: Function, table: Table) -> Function:
-    """Rotate k after `function`, as a call of its own."""
+    """Return `function` followed by a separate rotation of k."""
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
         k_hat, v_hat = function(k, v, alpha, beta)
@@ -257,10 +257,10 @@ def rotary_then(function: Function, table: Table) -> Function:
 
 
 def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
-    """Shift and rotary embedding of k, shift of v; first what no shift can undercut."""
+    """Return the formulations of shift and rotary embedding; the first, without a shift, is their lower bound."""
 
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
-        return k, v.clone()  # the unavoidable bytes of v
+        return k, v.clone()  # v must be read and written at least once
 
     alone = Formulation(
         name="rotary embedding, v copied",
@@ -276,7 +276,7 @@ def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
 
 
 def in_one_launch(table: Table) -> list[Formulation]:
-    """By the Triton kernel of attention layers: without the shift, and with it."""
+    """Return the formulations by the Triton kernel of attention layers, without and with the shift."""
     cos, sin = (part.squeeze(2) for part in table)
     half = cos.shape[2] // 2
     halves = cos[..., :half], sin[..., half:]  # the first half of sin is negated

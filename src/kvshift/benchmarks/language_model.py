@@ -1,7 +1,7 @@
-"""Parts "train", "prefill" and "decode": whole language models beside transformers' own.
+"""Parts "train", "prefill" and "decode": whole language models compared with transformers' own.
 
 train: forward, backward and AdamW; prefill: a prompt into a cache; decode: a token of greedy generation with a cache.
-All of a case have the same weights, as far as they have the same parameters.
+The models of a case have the same values in all parameters that they share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Make = Callable[[Any], Implementation]
 
 
 def train_cases(session: Session) -> Iterator[Case]:
-    """Every model of the preset, then the kernels beside plain operations; on CUDA under torch.compile, too."""
+    """Yield two cases per model, the second comparing kernels with plain operations; on CUDA also compiled."""
     for size in session.preset.models:
         for compiled in (False, True) if session.compiled and session.device.type == "cuda" else (False,):
             way = ", compiled" if compiled else ""
@@ -42,13 +42,13 @@ def train_cases(session: Session) -> Iterator[Case]:
 
 
 def prefill_cases(session: Session) -> Iterator[Case]:
-    """Every model of the preset."""
+    """Yield a case for each model of the preset."""
     for size in session.preset.models:
         yield _case(session, "prefill", size, "", _prefill(session, size))
 
 
 def decode_cases(session: Session) -> Iterator[Case]:
-    """Every model of the preset; on CUDA with a static cache, too: as it is, and compiled by transformers."""
+    """Yield a case for each model of the preset; on CUDA also with a static cache, uncompiled and compiled."""
     for size in session.preset.models:
         yield _case(session, "decode", size, "", _decoding(size))
         if session.device.type == "cuda":
@@ -60,12 +60,12 @@ def decode_cases(session: Session) -> Iterator[Case]:
 
 
 def model_fields(size: ModelSize) -> dict[str, Any]:
-    """Of the configuration."""
+    """Return the fields of the model's configuration."""
     return {**({} if size.size is None else SIZES[size.size]), **size.fields}
 
 
 def implementations(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """The baseline first: Llama has no QK-norm, and where a size has it, that is our own model without the shift."""
+    """Return the implementations, baseline first; transformers' Llama is excluded with QK-norm, which it lacks."""
     return (WITHOUT, OURS) if fields.get("qk_norm") else (THEIRS, WITHOUT, OURS)
 
 
@@ -118,7 +118,7 @@ def _case(
 
 
 def _by_plain_operations(made: Implementation) -> Implementation:
-    """The same as KVSHIFT_BACKEND=eager makes of a process: all else, recomputation in backward too, stays."""
+    """Return the implementation as under KVSHIFT_BACKEND=eager; all else, such as recomputation, is unchanged."""
     eager: Any = patch.object(dispatch, "_AUTO", "eager")
     return replace(made, run=eager(made.run), check=eager(made.check))
 
@@ -130,7 +130,7 @@ def build_llama(
     device: torch.device,
     classes: tuple[type, type] = (LlamaForCausalLM, KVShiftLlamaForCausalLM),
 ) -> Any:
-    """The model of an implementation; `classes` are transformers' and ours, which may be those without a head."""
+    """Build the model of an implementation; `classes` are transformers' and ours, with or without a head."""
     theirs, ours = classes
     torch.manual_seed(0)
     with device:
@@ -142,7 +142,7 @@ def build_llama(
 
 
 def _exact(model: Any) -> Any:
-    """Our model in float64, by the reference, with the weights of `model`, which may be transformers'."""
+    """Return our model in float64 with the reference shift and the weights of `model`, which may be transformers'."""
     fields = {name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "dtype")}
     with model.device:
         exact = exactly(KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**{"shift_targets": (), **fields})))
@@ -151,7 +151,7 @@ def _exact(model: Any) -> Any:
 
 
 def _fitting_layers(session: Session, size: ModelSize, fields: dict[str, Any]) -> int:
-    """As many layers as the three models, their optimizers and the check in float64 leave room for."""
+    """Return the largest depth at which three models, their optimizers and the check in float64 fit in memory."""
     most = fields["num_hidden_layers"]
     if session.layers is not None:
         return min(session.layers, most)
@@ -170,7 +170,7 @@ def _fitting_layers(session: Session, size: ModelSize, fields: dict[str, Any]) -
 
 def _ids(model: Any, batch: int, length: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    # Not 0: `generate` takes it for padding.
+    # Without 0, which `generate` treats as padding.
     return torch.randint(1, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
@@ -242,7 +242,7 @@ def _decoding(size: ModelSize, **more: Any) -> Make:
         def check() -> dict[str, Any]:
             out = model.generate(prompt, **options, output_logits=True, return_dict_in_generate=True)
             found = torch.stack(out.logits, dim=1)
-            with torch.no_grad():  # the exact model is told what was generated
+            with torch.no_grad():  # the exact model reads the generated tokens
                 exact = _exact(model)(input_ids=out.sequences[:, :-1], use_cache=False).logits
             return far_off({"logits": found}, {"logits": exact[:, _PROMPT - 1 :]}, size.dtype)
 

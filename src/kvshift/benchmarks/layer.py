@@ -1,4 +1,4 @@
-"""Part "layer": an attention layer with QK-norm and rotary embedding, with the shift and without."""
+"""Part "layer": an attention layer with QK-norm and rotary embedding, with and without the shift."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TARGETS: dict[str, tuple[Any, ...]] = {"without shift": (), "kv shift": ("k", "
 
 
 def layer_cases(session: Session) -> Iterator[Case]:
-    """Every layer of the preset, forward alone and with backward; on CUDA under torch.compile, too."""
+    """Yield a case for each layer of the preset, forward alone and with backward; on CUDA also compiled."""
     ways = (False, True) if session.compiled and session.device.type == "cuda" else (False,)
     passes = ("forward", "forward and backward")
     for size, what, compiled in itertools.product(session.preset.layers, passes, ways):

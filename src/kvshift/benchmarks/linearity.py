@@ -1,4 +1,4 @@
-"""Part "sweep": cost against T, B, G, D and dtype, which must stay linear in the bytes, and how linear it is."""
+"""Part "sweep": cost as a function of T, B, G, D and dtype, and a line fit, as cost must be linear in the bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AXES = "BTGD"
 
 
 def sweep_cases(session: Session) -> Iterator[Case]:
-    """Forward and backward of `kv_shift` beside a copy, one axis changed at a time."""
+    """Yield cases of forward and backward of `kv_shift` against a copy, changing one axis at a time."""
     sweep = session.preset.sweep
     for dtype in sweep.dtypes:
         for axis, values in sweep.axes.items():
@@ -25,17 +25,17 @@ def sweep_cases(session: Session) -> Iterator[Case]:
                 case = shift_case(
                     session, "sweep", shape, dtype, "forward and backward", ours_alone=True, axis=axis, value=value
                 )
-                yield replace(case, name=f"{axis}: {case.name}")  # the base shape comes once on each axis
+                yield replace(case, name=f"{axis}: {case.name}")  # the base shape occurs once for each axis
 
 
 @dataclass(frozen=True)
 class Line:
-    """t = overhead + slope * bytes.
+    """The line t = overhead + slope * bytes.
 
     Attributes:
         overhead: seconds, 0 or more.
-        slope: seconds for each byte, 0 or more.
-        worst: the largest |t / (overhead + slope * bytes) - 1| of the points.
+        slope: seconds per byte, 0 or more.
+        worst: the largest |t / (overhead + slope * bytes) - 1| over the points.
     """
 
     overhead: float
@@ -43,12 +43,12 @@ class Line:
     worst: float
 
     def seconds(self, size: float) -> float:
-        """At so many bytes."""
+        """Return the time of the line at `size` bytes."""
         return self.overhead + self.slope * size
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The line with the least squares of relative errors; overhead and slope are not negative.
+    """Fit a line with nonnegative overhead and slope by least squares of the relative errors.
 
     With u = 1 / t it minimises the sum of (u (overhead + slope n - t))^2.
     """
@@ -65,7 +65,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def lines(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[Line, list[tuple[float, float]]]]:
-    """For each (implementation, dtype, axis) of the rows of a sweep: the line, and its points (bytes, seconds)."""
+    """Return the line and its points (bytes, seconds) for each (implementation, dtype, axis) of a sweep's rows."""
     points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in rows:
         if row["part"] == "sweep" and "milliseconds" in row:

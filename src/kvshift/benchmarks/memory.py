@@ -1,8 +1,8 @@
-"""Part "memory": what one decoder layer of the paper's sizes keeps for the backward pass, and at its peak.
+"""Part "memory": bytes that one decoder layer of the paper's sizes saves for the backward pass, and its peak memory.
 
-Both are those of a model of two layers less those of one, without head, on one sequence: the memory that is held
-after the forward pass (`saved.py`), weights left out, and the peak of a forward and backward pass (`peak.py`), weights
-and gradients left out. The peak of whole training steps stands in the rows of "train".
+Both are differences between a model of two layers and one of one layer, without a head, on one sequence: the memory
+held after the forward pass, without weights (`saved.py`), and the peak of a forward and backward pass, without weights
+and gradients (`peak.py`). The peak of whole training steps is in the rows of "train".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvshift.models.llama import SIZES, KVShiftLlamaModel
 
 
 def memory_cases(session: Session) -> Iterator[Case]:
-    """One sequence in bfloat16 through a layer of every size of the preset."""
+    """Yield a case for a layer of each size of the preset, with one sequence in bfloat16."""
     for size, tokens in session.preset.memory:
         names = implementations(SIZES[size])
         yield Case(
@@ -69,7 +69,7 @@ def _saved(name: str, size: str, layers: int, tokens: int, device: torch.device)
 
 
 def _peak(name: str, size: str, layers: int, tokens: int, device: torch.device) -> int:
-    """Beyond weights and gradients, which are there before."""
+    """Return the peak memory of a step, without weights and gradients, which are allocated before it."""
     model = _without_head(name, size, layers, device)
     x = _embedded(model, tokens)
     used = [x, *(parameter for part, parameter in model.named_parameters() if "embed_tokens" not in part)]
@@ -79,5 +79,5 @@ def _peak(name: str, size: str, layers: int, tokens: int, device: torch.device) 
     def step() -> None:
         model(inputs_embeds=x, use_cache=False).last_hidden_state.sum().backward()
 
-    step()  # what libraries allocate once
+    step()  # libraries allocate some memory once, at the first step
     return peak_bytes(step, device)

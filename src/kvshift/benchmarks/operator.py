@@ -1,8 +1,8 @@
-"""Part "op": the operator, forward alone and with its backward pass, k and v together as a user calls it.
+"""Part "op": the operator, forward alone and with its backward pass, with k and v together as a user calls it.
 
-The floor is what must move: forward reads k and v and writes as many bytes; backward reads the gradients, and k and v
-for those of the coefficients, and writes the gradients of k and v. That is 2 and 5 times the bytes of k and v; a copy
-of both moves 2. Coefficients and the state are a few bytes, and are left out.
+The lower bound is the bytes that must move. Forward reads k and v and writes as many bytes. Backward reads the incoming
+gradients, reads k and v for the gradients of the coefficients, and writes the gradients of k and v. Forward alone moves
+2 times the bytes of k and v, both passes move 5 times, and a copy moves 2 times. Coefficients and state are negligible.
 
 Shapes: B batch, T positions, G KV heads, D head size.
 """
@@ -25,7 +25,7 @@ from kvshift.benchmarks.parity import check_formulation
 from kvshift.benchmarks.saved import bytes_saved
 
 COPY = "copy of k and v"
-_PASSES = {"forward": 2, "forward and backward": 5}  # over the bytes of k and v
+_PASSES = {"forward": 2, "forward and backward": 5}  # bytes moved / bytes of k and v
 _MOST_SETS = 32
 
 
@@ -40,7 +40,7 @@ class _Inputs:
 
 
 def op_cases(session: Session) -> Iterator[Case]:
-    """Every shape and dtype of the preset, without and with the rotary embedding of k."""
+    """Yield a case for each shape and dtype of the preset, without and with the rotary embedding of k."""
     preset = session.preset
     for shape, dtype, what in itertools.product(preset.shapes, preset.dtypes, _PASSES):
         yield shift_case(session, "op", shape, dtype, what)
@@ -58,19 +58,19 @@ def shift_case(
     ours_alone: bool = False,
     **facts: Any,
 ) -> Case:
-    """The implementations at one shape, beside a copy.
+    """Return the case of all implementations at one shape, with a copy as the baseline.
 
     Args:
         shape: (B, T, G, D) of k and of v.
         what: "forward" or "forward and backward".
-        rotary: with the rotary embedding of k.
-        ours_alone: `kv_shift` and the copy, nothing else.
-        facts: what rows say besides.
+        rotary: include the rotary embedding of k.
+        ours_alone: measure only `kv_shift` and the copy.
+        facts: further fields of the rows.
     """
     name = f"{shape} {_short(dtype)} {what}" + (", rotary" if rotary else "")
 
     def build() -> dict[str, Callable[[], Implementation]]:
-        torch.compiler.reset()  # a code object is compiled for a few shapes only, and then no more
+        torch.compiler.reset()  # torch.compile stops compiling a code object after a few shapes
         sets = _inputs(shape, dtype, session.device)
         table = rotary_tables(shape[1], shape[3], dtype, session.device) if rotary else None
         if table is not None:
@@ -93,7 +93,7 @@ def shift_case(
 
 
 def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[_Inputs]:
-    """Sets that the calls use one after the other; on a GPU so many that none is still in its L2 cache."""
+    """Return sets of inputs that calls use in turn; on a GPU, enough sets that none is still in its L2 cache."""
     size = math.prod(shape) * dtype.itemsize
     count = 1
     if device.type == "cuda":

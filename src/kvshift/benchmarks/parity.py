@@ -1,8 +1,8 @@
-"""Whether a path computes the shift: a path that does not is not timed.
+"""Check that an implementation computes the shift; if it does not, it is not timed.
 
-It runs at the very shape that is timed, with gradients that are zero but on two slices: the first tokens of the first
-sequence, and the last of the last one. What the slices give is compared with `kv_shift(backend="reference")` in
-float64, element by element; elsewhere gradients must be zero.
+It runs at the shape that is timed, with incoming gradients that are zero except on two slices: the first tokens of the
+first sequence, and the last tokens of the last sequence. Its results on the slices are compared element by element with
+`kv_shift(backend="reference")` in float64; elsewhere gradients must be zero.
 
 Shapes: B batch, T positions, G KV heads, D head size.
 """
@@ -21,15 +21,15 @@ from kvshift.ops import ShiftState, kv_shift
 from kvshift.ops.rope import rotate_half
 
 _SLICE = 32  # positions
-_TERMS = 512  # sums over tokens are made in blocks, or as a tree, whose depth this bounds
+_TERMS = 512  # bounds the depth of sums over tokens, which are computed in blocks or as a tree
 
 
 @dataclass(frozen=True)
 class ParityResult:
-    """What the check found.
+    """The result of a parity check.
 
     Attributes:
-        problem: what is off, or None.
+        problem: description of the first mismatch, or None.
         worst: the largest |y - exact| / (|exact| + 1) of the results.
     """
 
@@ -63,13 +63,13 @@ def check_formulation(
 ) -> ParityResult:
     """Compare a formulation with the reference.
 
-    An element may be off by u (rounding to dtype) times `formulation.roundings` of the sum of the absolute values of
-    its terms, and by what sums in float32 lose.
+    The error of an element may be as large as `formulation.roundings` times u (the unit roundoff of the dtype) times
+    the sum of the absolute values of its terms, plus the error of sums in float32.
 
     Args:
         shape: (B, T, G, D) of k and of v.
-        backward: all gradients too; otherwise the results alone, without autograd.
-        table: of the rotary embedding, if the formulation rotates k.
+        backward: also check all gradients; otherwise only the results, without autograd.
+        table: cosines and sines of the rotary embedding, if the formulation rotates k.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -85,7 +85,7 @@ def check_formulation(
     if formulation.fixed is None:
         coefficients = [
             coefficient.to(weight.dtype) for coefficient, weight in zip(coefficients, weights, strict=True)
-        ]  # as it is computed with
+        ]  # the rounded coefficients that the formulation uses
         weights = [weight.requires_grad_(backward) for weight in weights]
     spans = _spans(shape)
     grads = [torch.zeros_like(k) for _ in range(2)]
@@ -166,7 +166,7 @@ def _compare(
             judge(name, result, value, (formulation.roundings * unit + 8 * single) * 1.01 * sizes[name])
     for name, value in exact_sums.items():
         if name in found:
-            # Every rounding but the last is that of the products.
+            # The last rounding is to the dtype of the coefficients; all others are to that of the products.
             bound = (formulation.roundings - 1) * unit + coefficient_unit + _TERMS * single
             judge(name, found[name], value, bound * 1.01 * size_sums[name])
     for name in ("gradient of k", "gradient of v"):
@@ -188,9 +188,9 @@ def _reference(
     table: Any,
     boundaries: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Results and gradients at one span, in float64; gradients with that of the position before in front.
+    """Return results and gradients at one span in float64; gradients of k and v begin at the position before the span.
 
-    On the CPU, where a loop of small operations waits for no launches.
+    They are computed on the CPU, where a loop of small operations needs no kernel launches.
     """
     k, v = (span.cut(x).cpu().double().requires_grad_() for x in inputs)
     alpha, beta = (coefficient.cpu().double().requires_grad_() for coefficient in coefficients)

@@ -1,4 +1,4 @@
-"""The most memory that a call holds at once."""
+"""Peak memory of a call."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that were held at the peak of a call beyond those held before it, what it returns included.
+    """Return the peak of the bytes allocated during a call, minus those allocated before it; its result is included.
 
-    On CUDA the caching allocator says so. On a CPU every block that PyTorch takes and gives back is added up, whoever
-    asks for it, compiled code too; what was there before and is given back is still counted as held. Memory that
-    libraries take for themselves is in neither.
+    On CUDA the caching allocator counts them. On a CPU all blocks that PyTorch allocates and frees are added up, those
+    of compiled code included; memory that was allocated before the call and is freed in it still counts as held.
+    Neither includes memory that libraries allocate for themselves.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -29,8 +29,8 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def memory_blocks(run: Callable[[], Any]) -> tuple[Any, list[int]]:
-    """What a call on a CPU returns, and the bytes of each block that was taken (or, below 0, given back) until then."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints lines of its own at every call
+    """Return the result of a call on a CPU, and the bytes of each block that it allocated (negative: freed)."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints log lines at every call
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     assert profiler.profiler is not None

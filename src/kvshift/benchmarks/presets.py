@@ -1,4 +1,4 @@
-"""Which sizes are measured: a table of presets.
+"""The presets of the benchmark and the sizes that each measures.
 
 Shapes are (B, T, G, D): batch, positions, KV heads, head size.
 """
@@ -16,7 +16,7 @@ from kvshift.benchmarks.bench_config import PresetName
 
 Shape = tuple[int, int, int, int]
 
-# About a million parameters a layer: what two cores train in under a second a step.
+# About a million parameters per layer: two cores train it in under a second per step.
 _SMALL = {
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -31,7 +31,7 @@ _TINY = {**_SMALL, "vocab_size": 61, "hidden_size": 32, "intermediate_size": 88,
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSize:
-    """One attention layer."""
+    """The size of an attention layer and of its input."""
 
     batch: int
     length: int
@@ -43,14 +43,14 @@ class LayerSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """One language model and what it is given.
+    """The size of a language model and of its input.
 
     Attributes:
         size: a name in `kvshift.models.llama.SIZES`; None: `fields` alone.
-        fields: of the configuration, over those of `size`.
-        batch, length: of a training step, and of a prefill.
-        tokens: that are decoded, after a prompt of 16.
-        as_fits: take fewer layers where the memory of the device asks for it.
+        fields: fields of the configuration, which override those of `size`.
+        batch, length: number of sequences and their length, in a training step and in a prefill.
+        tokens: number of tokens to decode after a prompt of 16.
+        as_fits: whether to reduce the number of layers to fit in the memory of the device.
     """
 
     name: str
@@ -65,7 +65,7 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """One axis is changed at a time, from `base`."""
+    """Shapes that change one axis of `base` at a time."""
 
     base: Shape
     axes: Mapping[str, tuple[int, ...]]
@@ -74,13 +74,13 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Sizes of all parts.
+    """The sizes of all parts.
 
     Attributes:
-        rounds: of operator, layer and sweep.
-        model_rounds: of training, prefill and decoding.
-        compile: whether torch.compile takes part.
-        memory: (name in SIZES, tokens) whose decoder layer is counted.
+        rounds: number of rounds of operator, layer and sweep.
+        model_rounds: number of rounds of training, prefill and decoding.
+        compile: whether torch.compile is measured.
+        memory: (name in SIZES, tokens) of each decoder layer whose memory is measured.
     """
 
     rounds: int

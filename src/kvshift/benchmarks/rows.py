@@ -1,7 +1,7 @@
-"""OUT/rows.jsonl: what was measured, a line for each implementation, written as soon as its case is done.
+"""OUT/rows.jsonl: the measurements, a line for each implementation, written as soon as its case is done.
 
-A second call measures the cases that are missing. Rows of other options, of another commit or of another machine
-are not added to: numbers of one table are to be of one kind.
+A second run measures the missing cases. It refuses a file whose rows have other options or come from another commit or
+machine, so that all numbers of a table are comparable.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _SAME = ("options", "config_hash", "commit", "versions", "hardware")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; raises LabError that names file and line."""
+    """Return the rows of a file. Raise a LabError that names file and line if one cannot be read."""
     return list(read_lines(path))
 
 
 class RowFile:
-    """The rows of one folder, old and new."""
+    """The rows of one folder, both earlier and new ones."""
 
     def __init__(self, path: Path, stamp: Mapping[str, Any]) -> None:
-        """Read what is there.
+        """Read the existing rows.
 
         Args:
-            path: of rows.jsonl.
-            stamp: what every row carries: "config_hash", "options", "commit", "versions", "hardware" and more.
+            path: path of rows.jsonl.
+            stamp: fields of every row: "config_hash", "options", "commit", "versions", "hardware" and others.
 
         Raises:
-            LabError: the rows there differ in one of those five.
+            LabError: an existing row differs in one of those five fields.
         """
         self._path, self._stamp = path, stamp
         self.rows = _whole_cases(path)
@@ -47,11 +47,11 @@ class RowFile:
                     )
 
     def has(self, part: str, case: str) -> bool:
-        """Whether the case is done, well or badly."""
+        """Return True if the case has been measured, whether or not it failed."""
         return any(row["part"] == part and row["case"] == case for row in self.rows)
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Add the rows of one case, the last marked as such, to file and list; on the disk when this returns."""
+        """Append the rows of one case to file and list, marking the last. They are on disk when this returns."""
         if not rows:
             return
         stamped = [{**row, "last": number == len(rows), **self._stamp} for number, row in enumerate(rows, start=1)]
@@ -61,7 +61,7 @@ class RowFile:
 
 
 def _whole_cases(path: Path) -> list[Row]:
-    """Rows up to the last that ends a case; what a killed call left beyond it is cut off, in the file too."""
+    """Return the rows of complete cases; remove from the file those of an incomplete case, left by a killed run."""
     if not path.exists():
         return []
     rows: list[Row] = []

@@ -1,7 +1,7 @@
-"""What is kept for the backward pass.
+"""Memory that is saved for the backward pass.
 
-Hooks on saved tensors would be in the way of `kvshift.layers.recompute`, which is one itself. So what is counted is
-memory that a forward pass took and that is still held when it has returned.
+Hooks on saved tensors would interfere with `kvshift.layers.recompute`, which is itself such a hook. Instead, this
+counts the memory that a forward pass allocated and that is still held after it has returned.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from kvshift.benchmarks.peak import memory_blocks
 
-_BLOCK = 512  # CUDA's caching allocator hands out multiples of it
+_BLOCK = 512  # CUDA's caching allocator allocates multiples of this
 
 
 def bytes_saved(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that are held after a forward pass and were not before it, what it returns left out.
+    """Return the bytes that a forward pass allocated and still holds after it, without those of its result.
 
-    On CUDA that is what the allocator says, on a CPU what PyTorch's profiler sees, in compiled code too: a mode that
-    sees operations would be given other ones than a user (`kvshift.ops.dispatch.needs_traceable_ops`).
+    They are counted by the allocator on CUDA and by PyTorch's profiler on a CPU, in compiled code too. A dispatch mode
+    would not see the operations that a user runs (`kvshift.ops.dispatch.needs_traceable_ops`).
     """
     if device.type != "cuda":
         result, blocks = memory_blocks(run)
@@ -36,6 +36,6 @@ def bytes_saved(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def _storages(value: Any) -> dict[int, int]:
-    """Bytes by address."""
+    """Return the bytes of each distinct storage, by address."""
     found = (tensor.untyped_storage() for tensor in tree_leaves(value) if isinstance(tensor, Tensor))
     return {storage._cdata: storage.nbytes() for storage in found}

@@ -2,8 +2,8 @@
 
     python -m kvshift.benchmarks.serving_page [--check]
 
-writes what stands between two markers of docs/performance.md, in the working directory; with --check it writes nothing
-and fails where the page is not what the rows give.
+writes the text between two markers of docs/performance.md in the working directory. With --check it writes nothing and
+fails if the page differs from what the rows give.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TIMES = (
 
 
 def rendered(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
-    """What stands between the markers: a table of each file, and where its rows come from."""
+    """Return the text between the markers: a table for each file, and the origin of its rows."""
     parts = []
     if capacity:
         parts += [_capacity(capacity), "", f"`python benchmarks/serving.py capacity`; {_provenance(capacity)}", ""]
@@ -50,7 +50,7 @@ def rendered(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or check the page; returns the exit code."""
+    """Write or check the page and return the exit code."""
     return write_or_check(
         "kvshift.benchmarks.serving_page",
         arguments,

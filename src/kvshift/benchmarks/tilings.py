@@ -1,10 +1,10 @@
-"""Which `Tiling` of the Triton kernels is the fastest on the device at hand.
+"""Find the fastest `Tiling` of each Triton kernel on this device.
 
     python -m kvshift.benchmarks.tilings [--out FILE] [--seconds S]
 
 For every kernel of `kvshift.ops.triton.launch.TILING` it times candidates at the shapes of docs/performance.md and
-names the one whose slowest shape is the least behind the best found there. What is found is for a person to enter into
-`TILING`: a table that changes by itself would make two runs differ.
+prints the one whose worst slowdown over the shapes, relative to the best candidate at each shape, is smallest. The
+result is to be entered into `TILING` by hand: a table that changes automatically would make two runs differ.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvshift.ops.arguments import TENSORS, Call
 from kvshift.ops.triton.launch import TILING, Tiling
 
 SHAPES = ((8, 4096, 20, 4, 128), (16, 2048, 16, 16, 64))
-"""B, T, H, G, D: grouped heads as in the paper's 2.9B, and as many KV heads as query heads."""
+"""Shapes (B, T, H, G, D): grouped heads as in the paper's 2.9B, and as many KV heads as query heads."""
 
 
 def candidates(kernel: str) -> Iterator[Tiling]:
-    """Tilings to try for one kernel, the present one first."""
+    """Yield the tilings to try for one kernel, the current one first."""
     yield TILING[kernel]
     rotated = kernel.endswith("rotated")
     for elements, heads, warps in itertools.product(
@@ -50,13 +50,13 @@ def tune(
     """Time every candidate at every shape.
 
     Args:
-        device: where the tensors are.
-        shapes: as `SHAPES`.
-        seconds: after which no other candidate is begun.
+        device: device of the tensors.
+        shapes: shapes to time, in the form of `SHAPES`.
+        seconds: time limit, after which no further candidate is started.
 
     Returns:
         For each kernel its candidates, the best first: the fields of the tiling, "seconds" by shape (None where it
-        failed) and "behind", its slowest shape relative to the best candidate there.
+        failed) and "behind", the largest ratio over shapes of its time to that of the best candidate.
     """
     end = time.monotonic() + seconds
     found: dict[str, list[dict[str, Any]]] = {}
@@ -79,7 +79,7 @@ def tune(
 
 
 def _work(kernel: str, shape: tuple[int, int, int, int, int], device: torch.device) -> Callable[[], object]:
-    """One launch of that kernel in bfloat16."""
+    """Return a function that launches the kernel once in bfloat16."""
     batch, positions, heads, groups, size = shape
 
     def normal(*shape: int) -> Tensor:
@@ -98,18 +98,18 @@ def _work(kernel: str, shape: tuple[int, int, int, int, int], device: torch.devi
 
 
 def _time(run: Callable[[], object]) -> float | None:
-    """Seconds of one launch, by Triton's own benchmark; None where the device cannot take it."""
+    """Return the seconds of one launch by Triton's benchmark, or None if the launch fails on this device."""
     from triton.testing import do_bench
 
     try:
         return 1e-3 * cast(float, do_bench(run, warmup=5, rep=30, return_mode="median"))
-    except Exception as error:  # too many registers, say: the others are tried
+    except Exception as error:  # for example too many registers: other candidates are tried
         print(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file to write with the times of all candidates")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no more candidates after this time")

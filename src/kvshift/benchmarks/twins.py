@@ -1,7 +1,7 @@
-"""The same module in float64 with the reference as its shift, and how far a path may lie from it.
+"""Comparison of an implementation with the same module in float64, with the reference shift.
 
-A path is run at the very shapes that are timed, and judged on a slice of the first rows and positions: layers are
-causal, and gradients are those of a loss that looks at the slice alone.
+The implementation runs at the shapes that are timed and is checked on a slice of the first rows and positions. That is
+enough because layers are causal and gradients are those of a loss over the slice alone.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from kvshift.layers import KVShift
 
 SLICE = (slice(0, 2), slice(0, 32))  # rows, positions
 
-# Of the norm of a tensor: matrices multiply and add up what each rounding leaves, layer upon layer. A shift that is
-# wrong at one position of 32 is off by 0.2 of it.
+# Relative to the norm of a tensor: matrix products amplify and accumulate rounding errors over layers. A shift that is
+# wrong at one position of 32 has an error of 0.2.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def exactly(module: Any) -> Any:
-    """Convert a module to float64, and every shift in it into the reference; in place."""
+    """Convert a module to float64 and its shifts to the reference, in place."""
     return shifting_by("reference", module.double())
 
 
 def shifting_by(backend: str, module: Any) -> Any:
-    """Have every shift of a module done by one backend, and none once more in backward; in place."""
+    """Make every shift of a module use one backend, without recomputation in backward; in place."""
     for part in module.modules():
         if isinstance(part, KVShift):
-            part.forward = functools.partial(part.forward, backend=backend)  # such a forward is not recomputed
+            part.forward = functools.partial(part.forward, backend=backend)  # a replaced forward is not recomputed
     return module
 
 
 def far_off(found: Mapping[str, Tensor], exact: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
-    """ "problem": the first tensor that is off, with its distance as a part of its norm; "worst_error": the largest.
+    """Return "problem", the first tensor whose error relative to its norm is too large, and "worst_error", the largest.
 
-    A tensor that is nearly zero beside the others, such as the gradient of a bias that hardly matters, is measured
-    against a hundredth of the largest norm of its kind ("gradient of ..." are one kind).
+    The error of a tensor that is nearly zero compared with the others, such as the gradient of an unimportant bias, is
+    relative to a hundredth of the largest norm of its kind; all gradients are one kind.
     """
     largest: dict[str, float] = {}
     for name, value in exact.items():
@@ -55,7 +55,7 @@ def far_off(found: Mapping[str, Tensor], exact: Mapping[str, Tensor], dtype: tor
 
 
 def gradients(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Those that `backward` left, by "gradient of ..."; the module has none afterwards."""
+    """Return the gradients of the named parameters by "gradient of ...", and clear all gradients of the module."""
     found = {}
     for name, parameter in module.named_parameters():
         if name in names:

@@ -1,1 +1,1 @@
-"""The paper's figures and tables, each a recipe: which runs it takes, how it is drawn, what the paper claims."""
+"""The paper's figures and tables as recipes: the runs that each needs, its plot, and the paper's claims."""

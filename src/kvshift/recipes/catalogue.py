@@ -1,4 +1,4 @@
-"""All recipes, gathered from the headers of their folders, which import neither torch nor transformers."""
+"""The catalogue of recipes, read from the `ENTRY` of each recipe's folder without importing torch or transformers."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _ORDER = (
     "retrofit",
     "mqar",
 )
-"""Of the list and of the results page; a recipe that is not named here follows, by its name."""
+"""Order of the list and of the results page; recipes that are not named here follow in alphabetical order."""
 
 
 def _gathered() -> dict[str, Entry]:
-    """The `ENTRY` of every folder that has one; the others hold what recipes of one study share."""
+    """Return the `ENTRY` of every folder that has one; the other folders hold code shared by the recipes of a study."""
     folders = [module.name for module in iter_modules(kvshift.recipes.__path__) if module.ispkg]
     found = {name: getattr(import_module(f"kvshift.recipes.{name}"), "ENTRY", None) for name in folders}
     order = [*_ORDER, *sorted(found.keys() - {*_ORDER})]
@@ -68,7 +68,7 @@ CATALOGUE: Mapping[str, Entry] = _gathered()
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name, with the notes in its folder before those that it shares."""
+    """Return the recipe of that name; the notes in its folder precede the notes that it shares with other recipes."""
     if name not in CATALOGUE:
         raise LabError(f"recipe must be one of {', '.join(CATALOGUE)}, got {name!r}")
     recipe = import_module(f"kvshift.recipes.{name}.study").RECIPE

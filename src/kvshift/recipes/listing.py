@@ -1,4 +1,4 @@
-"""`kvshift reproduce` without a recipe: all of them, with what is done of each. Imports nothing that takes time."""
+"""`kvshift reproduce` without a recipe: list all recipes and their progress. Imports nothing that is slow to import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvshift.recipes.reproduce_config import ReproduceConfig
 
 
 def list_or_reproduce(config: ReproduceConfig) -> None:
-    """The command: see `kvshift.recipes.reproduce`."""
+    """List all recipes, or reproduce the one that is named; see `kvshift.recipes.reproduce`."""
     config.check()
     if config.recipe is None:
         print(overview(config.out))
@@ -24,7 +24,7 @@ def list_or_reproduce(config: ReproduceConfig) -> None:
 
 
 def overview(out: Path) -> str:
-    """Each recipe with a line for each preset: its cost, and how many runs in `out` are finished, or of its study."""
+    """Return a table with the cost of each recipe's presets and how many of its (or its study's) runs are finished."""
     rows: list[tuple[str, ...]] = [("recipe", "preset", "runs done", "cost")]
     for entry in CATALOGUE.values():
         rows.append((entry.name, entry.title))

@@ -1,12 +1,12 @@
 """`kvshift reproduce`: the paper's figures and tables, run again.
 
-OUT/RECIPE/PRESET/LABEL/seed-S/    a folder for each job; finished ones are kept, killed ones resume
-OUT/RECIPE/PRESET/records.jsonl    what is kept of them, one line each; figure and report are drawn from it
+OUT/RECIPE/PRESET/LABEL/seed-S/    the folder of one job; finished jobs are kept, interrupted jobs resume
+OUT/RECIPE/PRESET/records.jsonl    the records of all jobs, one per line; the figure and the report are made from them
 OUT/RECIPE/PRESET/RECIPE.png, .svg, report.md
-OUT/STUDY/PRESET/LABEL/seed-S/     in place of the first, of recipes that share the runs of a study
+OUT/STUDY/PRESET/LABEL/seed-S/     replaces the first folder where recipes share the runs of a study
 
-With RESULTS, each record is also kept there as soon as its run has ended, and a run whose record is there is not run
-again.
+With RESULTS, each record is also saved there as soon as its run has ended, and runs that have a record there are
+skipped.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvshift.recipes.reproduce_config import ReproduceConfig
 
 
 def reproduce(config: ReproduceConfig) -> None:
-    """Run what is missing of a recipe, draw it, and print our numbers beside the paper's.
+    """Run the missing jobs of a recipe, draw its figure, and print our numbers beside the paper's.
 
     Raises:
-        LabError: options or folders are not fit.
+        LabError: an option or a folder is invalid.
         RunFailedError: at least one run failed; the others are kept.
-        InterruptedRunError: a signal came.
+        InterruptedRunError: a signal interrupted the runs.
     """
     config.check()
     if config.recipe is None:
@@ -77,7 +77,7 @@ def _show(
 def _text(claims: Sequence[Claim]) -> str:
     parts = []
     for claim in claims:
-        rows = [("paper:", claim.paper), ("ours:", claim.ours), ("size:", claim.size)]
+        rows = [("paper:", claim.paper), ("ours:", claim.ours), ("note:", claim.note)]
         detail = "\n".join(f"    {name:<7}{text}" for name, text in rows)
         parts.append(f"{claim.direction.upper():<9} {claim.statement}\n{detail}")
     return "\n".join(parts)

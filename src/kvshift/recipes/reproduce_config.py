@@ -14,31 +14,31 @@ from kvshift.lab.study.entry import Cluster
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceConfig:
-    """The figure or table, its size, and the folder of the results. Without a recipe: list all, with progress and cost.
+    """The figure or table to reproduce, its size, and the folder of the results. Without a recipe, all are listed.
 
-    The same command, given again, resumes.
+    Running the same command again resumes it.
     """
 
     recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
     """Name of the figure or table, such as fig01a. None: list all."""
     preset: str = "laptop"
-    """smoke: seconds. laptop: minutes or hours on two cores. paper: the paper's own sizes, for a GPU."""
+    """Size of the runs. smoke: seconds. laptop: minutes or hours on two cores. paper: the paper's sizes, for a GPU."""
     seeds: int | None = None
-    """Number of seeds, which are 0, 1 and so on. None: as many as the preset has."""
+    """Number of seeds; they are 0, 1, 2, ... None: the preset's number."""
     jobs: int | None = None
-    """Number of parallel runs. None: one per core, or 1 if there is a GPU. With 1, runs share the process of the
-    command."""
+    """Number of parallel runs. None: one per core, or 1 if there is a GPU. With 1, runs execute in the command's own
+    process."""
     cluster: Cluster = "local"
     """Where runs execute. ray: on the Ray cluster at RAY_ADDRESS, or a new local one; all its machines must see
     `out`."""
     out: Path = Path("runs/reproduce")
-    """Folder of the results of all recipes."""
+    """Folder for the results of all recipes."""
     results: Path | None = None
     """Also save the records in this folder, as RECIPE/PRESET.jsonl (PRESET.partial.jsonl until all runs are finished),
     from which docs/results.md is made. Runs that have a record there are skipped."""
 
     def check(self) -> None:
-        """Raise a LabError that names the field, its value, and what it may be."""
+        """Raise a LabError if a field is invalid; it names the field, its value and the allowed values."""
         for name in ("seeds", "jobs"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,10 +1,10 @@
-"""From kept records to Markdown: the report of one preset, a page for each recipe, and `docs/results.md` over all.
+"""Markdown pages made from the saved records: one page per recipe, `docs/results.md` and `docs/summary.md`.
 
     python -m kvshift.recipes.results_pages [--check]
 
-writes, from `results/` in the working directory, `results/RECIPE/page.md` and `results/RECIPE/PRESET.svg`,
-`docs/results.md`, `docs/summary.md`, and the figure of the README's comparison; with --check it writes nothing and
-fails where a page is not what the records give.
+reads `results/` in the working directory and writes `results/RECIPE/page.md` and `results/RECIPE/PRESET.svg`,
+`docs/results.md`, `docs/summary.md`, and the figure of the README's comparison. With --check it writes nothing and
+fails if a page differs from what the records give.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ What the paper does not claim, asked of the same runs or of others.
 
 @dataclass(frozen=True)
 class Published:
-    """One preset of a recipe, all of whose runs are kept.
+    """One preset of a recipe for which the records of all runs exist.
 
     Attributes:
-        records: of all runs, those that chose a learning rate too.
-        claims: what the others show.
+        records: records of all runs, including those of the learning-rate search.
+        claims: the recipe's claims, evaluated on the records outside the search.
     """
 
     recipe: Recipe
@@ -62,12 +62,12 @@ class Published:
     claims: Sequence[Claim]
 
     def section(self, figure: str) -> str:
-        """What a page says of it, below its heading."""
+        """Return the text of the preset's section, without its heading."""
         return section(self.recipe, self.preset, self.records, self.claims, figure)
 
 
 def published(results: Path) -> list[Published]:
-    """All presets that have been run to their end, in the order of the catalogue.
+    """Return all presets whose runs are complete, in the order of the catalogue.
 
     Args:
         results: folder with STUDY/PRESET.jsonl.
@@ -82,11 +82,11 @@ def published(results: Path) -> list[Published]:
 
 
 def results_page(found: Sequence[Published]) -> str:
-    """The text of `docs/results.md`."""
+    """Return the text of `docs/results.md`."""
     head = ("paper", "ours", "preset", "seeds", "learning rate", "verdict")
     claimed: list[tuple[str, ...]] = [("recipe", "claim", *head)]
     asked: list[tuple[str, ...]] = [("recipe", "question", *head)]
-    listed: dict[tuple[str, str, str], tuple[list[tuple[str, ...]], int]] = {}  # where each claim stands
+    listed: dict[tuple[str, str, str], tuple[list[tuple[str, ...]], int]] = {}  # each claim's table and row
     sections: list[str] = []
     for each in found:
         recipe, preset = each.recipe, each.preset
@@ -94,7 +94,7 @@ def results_page(found: Sequence[Published]) -> str:
         link = f"[{recipe.name}](#{_anchor(recipe, preset)})"
         for claim in each.claims:
             key = (claim.statement, claim.ours, preset)
-            if key in listed:  # of runs that recipes share; the first row says what the paper has
+            if key in listed:  # recipes that share runs have the same claim; the first row keeps the paper's words
                 table, at = listed[key]
                 table[at] = (f"{table[at][0]}, {link}", *table[at][1:])
                 continue
@@ -114,7 +114,7 @@ def results_page(found: Sequence[Published]) -> str:
 
 
 def recipe_pages(found: Sequence[Published]) -> dict[str, str]:
-    """By the name of a recipe, the text of its `page.md`: all of its presets, with links to their records."""
+    """Return the text of each recipe's `page.md` by recipe name: all of its presets, with links to their records."""
     pages: dict[str, str] = {}
     for each in found:
         name, runs = each.recipe.name, each.recipe.entry.runs
@@ -125,7 +125,7 @@ def recipe_pages(found: Sequence[Published]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or check the pages; returns the exit code."""
+    """Write or check the pages and return the exit code."""
     results, docs = Path("results"), Path("docs")
     if list(arguments) not in ([], ["--check"]):
         print(f"usage: python -m kvshift.recipes.results_pages [--check], got {' '.join(arguments)}", file=sys.stderr)
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _anchor(recipe: Recipe, preset: str) -> str:
-    """As GitHub makes it: lower case, without signs, with - for each space."""
+    """Return the anchor that GitHub gives the heading: lower case, without punctuation, with - for each space."""
     kept = "".join(sign for sign in heading(recipe, preset).lower() if sign.isalnum() or sign in " -_")
     return kept.replace(" ", "-")
 

@@ -1,4 +1,4 @@
-"""The main claims on one screen, `docs/summary.md`: chosen and worded in summary.csv, decided by recipes."""
+"""`docs/summary.md`, the main claims on one screen: summary.csv selects and words them, the recipes decide them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _WORDS: dict[Direction, str] = {
 
 @dataclass(frozen=True)
 class Main:
-    """One row.
+    """One row of the summary.
 
     Attributes:
-        words: the claim.
-        recipe, preset: whose claim it is.
-        statement: how that claim begins there.
+        words: wording of the claim in the summary.
+        recipe, preset: the recipe and preset that decide the claim.
+        statement: the beginning of the claim's statement in that recipe.
     """
 
     words: str
@@ -51,18 +51,18 @@ def _read_main() -> tuple[Main, ...]:
 
 
 MAIN = _read_main()
-"""In the order of the page; of a recipe that has not been run, nothing is said."""
+"""Rows in the order of the page; a row is omitted if its recipe has not been run."""
 
 
 def summary_page(results: Path, anchor: Callable[[Recipe, str], str]) -> str:
-    """The text of `docs/summary.md`.
+    """Return the text of `docs/summary.md`.
 
     Args:
         results: folder with RECIPE/PRESET.jsonl.
-        anchor: of the section of a recipe and preset in `docs/results.md`.
+        anchor: returns the anchor of the section of a recipe and preset in `docs/results.md`.
 
     Raises:
-        LabError: a recipe has been run, and has not exactly one claim that begins so.
+        LabError: a recipe that has been run does not have exactly one claim that begins with a row's `statement`.
     """
     rows: list[tuple[str, ...]] = [("claim", "ours", "verdict", "seeds", "recipe")]
     claims: dict[tuple[str, str], tuple[Sequence[Record], Sequence[Claim]]] = {}

@@ -1,4 +1,4 @@
-"""TransformerLens computes what the model does, and its hooks stand where they should. Needs transformer-lens."""
+"""TransformerLens gives the results of the model, and its hooks are in the right places. Needs transformer-lens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OTHERS = {
     "Qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "Qwen3": (Qwen3ForCausalLM, Qwen3Config),
 }
-pytestmark = pytest.mark.filterwarnings("default")  # of TransformerLens and what it imports
+pytestmark = pytest.mark.filterwarnings("default")  # TransformerLens and its imports emit warnings
 
 
 def make(family: str) -> Any:
@@ -100,7 +100,7 @@ def test_it_computes_what_the_model_does(family: str):
 
 @torch.no_grad()
 def test_a_change_of_the_shifted_keys_is_computed_with():
-    """A hook that gives the raw keys in place of the shifted ones is a model whose alpha is (1, 0)."""
+    """A hook that replaces shifted keys by raw keys has the effect of alpha = (1, 0)."""
     model, ids = make("Llama"), torch.randint(64, (2, 16))
     for layer in model.model.layers:
         kept = layer.self_attn.shift.alpha.clone()

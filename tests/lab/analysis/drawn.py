@@ -1,4 +1,4 @@
-"""What may be asked of any figure, as matplotlib's Agg renderer draws it."""
+"""Checks that apply to any figure, as matplotlib's Agg renderer draws it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.text import Text
 
 
 def hidden_by_legends(figure):
-    """Which panels' data area a legend covers, in part; a legend under them covers none."""
+    """Return the panels that a legend overlaps; a legend below the panels overlaps none."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
     legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
@@ -22,17 +22,17 @@ def hidden_by_legends(figure):
 
 
 def colors_by_label(figure):
-    """By label of what is drawn: its colors."""
+    """Return the colors that are drawn under each label."""
     found = defaultdict(set)
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            line = handle[0] if isinstance(handle, tuple) else handle  # of an error bar, its dot
+            line = handle[0] if isinstance(handle, tuple) else handle  # an error bar has the color of its dot
             found[label].add(line.get_color() if hasattr(line, "get_color") else line.get_facecolor())
     return dict(found)
 
 
 def first_points_cut_off(figure):
-    """Labels of curves whose first point lies outside their panel; pale ones may begin there."""
+    """Return the labels of curves whose first point lies outside their panel, except for pale curves."""
     cut = []
     for axes in figure.axes:
         (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
@@ -46,7 +46,7 @@ def first_points_cut_off(figure):
 
 
 def cut_off(figure):
-    """Of a figure that has been drawn: what is written over the edge of the page, and titles on each other."""
+    """Return the texts of a drawn figure that cross the edge of the page, and the boxes of titles that overlap."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
     ticks = [
@@ -62,12 +62,12 @@ def cut_off(figure):
 
 
 def sizes_of_letters(figure):
-    """Of a figure that has been drawn: of all that is written, in points."""
+    """Return the font sizes, in points, of all visible text in a drawn figure."""
     return {text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()}
 
 
 def alike_in_grey(figure):
-    """Labels of curves that only a color tells apart from another: line style and marker are the same."""
+    """Return the labels of curves that differ from another in color only, with the same line style and marker."""
     seen, found = {}, []
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -78,6 +78,6 @@ def alike_in_grey(figure):
 
 
 def ticks_between_whole_numbers(axis):
-    """Those within the axis that are no whole number."""
+    """Return the major ticks within the axis that are not whole numbers."""
     low, high = axis.get_view_interval()
     return [tick for tick in axis.get_majorticklocs() if low <= tick <= high and tick != round(tick)]

@@ -1,4 +1,4 @@
-"""What may be asked of a page without a browser: its text and tables, that it needs no other file, and fits a phone."""
+"""Checks of a page without a browser: its text and tables, that it needs no other file, and that it fits a phone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 
 class Page(HTMLParser):
-    """Collects the words, the cells of tables by row, and all that a browser would fetch; `between` parts elements."""
+    """Collects the words, table cells by row, and all URLs that a browser would fetch; `between` separates elements."""
 
     def __init__(self, text, between=""):
         super().__init__()
@@ -29,11 +29,11 @@ class Page(HTMLParser):
             self.rows[-1].append(data)
 
     def needs_nothing_but_itself(self):
-        """Whether its images are whole SVGs of its own, and nothing else is asked for."""
+        """Check that all images are embedded SVGs; return True if no other element loads a file."""
         for source in self.fetched:
             head, code = source.split(",", 1)
             assert head == "data:image/svg+xml;base64"
-            ElementTree.fromstring(base64.b64decode(code))  # whole, well-formed
+            ElementTree.fromstring(base64.b64decode(code))  # raises unless it is well-formed
         return not {"script", "link", "iframe", "object"} & set(self.tags)
 
 
@@ -71,7 +71,7 @@ class _Reader(HTMLParser):
 
 
 def faults_on_a_phone(text):
-    """Each table in a box that scrolls, each cell with its column's heading, images no wider than the page, no 1.3."""
+    """Return faults on a phone: tables that do not scroll, cells without heading, wide images, decimal headings."""
     page = _Reader(text)
     faults = page.faults
     if page.metas.get("viewport") != "width=device-width, initial-scale=1":

@@ -1,4 +1,4 @@
-"""Run folders as `kvshift train` leaves them, with numbers made up by a formula."""
+"""Run folders as `kvshift train` leaves them, with numbers from a formula."""
 
 import json
 import math
@@ -17,7 +17,7 @@ def write_run(
     layers=2,
     parameters=5003,
 ):
-    """A finished run, evaluated every 10 steps; with x = exp(-step / 20) its loss is 2 + 3 x - gain (1 - x)."""
+    """Write a finished run, evaluated every 10 steps; with x = exp(-step / 20) its loss is 2 + 3 x - gain (1 - x)."""
     folder.mkdir(parents=True)
     shift_targets = shift_targets if variant is None else ()
     tokens_per_step = 352
@@ -80,7 +80,7 @@ def write_run(
 
 
 def write_pair(out, *, seed=0, gain=0.1, **options):
-    """The twins of one seed, as `kvshift compare` lays them out."""
+    """Write the two runs of one seed in the folders that `kvshift compare` uses."""
     folder = out / f"seed-{seed}"
     vanilla = write_run(folder / "vanilla", seed=seed, shift_targets=(), **options)
     return vanilla, write_run(folder / "kvshift", seed=seed, gain=gain, **options)

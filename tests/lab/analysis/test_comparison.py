@@ -1,11 +1,11 @@
-"""The summary and the table of twins, on run folders with numbers made up by a formula."""
+"""The summary and the table of paired runs, on run folders with numbers from a formula."""
 
 import json
 import math
 
 import pytest
 
-from kvshift.lab.analysis.comparison import explanation, summarize, table
+from kvshift.lab.analysis.comparison import legend, summarize, table
 from kvshift.lab.analysis.report import read_twins
 from kvshift.lab.analysis.tables import as_markdown, as_text
 from kvshift.lab.core.errors import LabError
@@ -29,12 +29,12 @@ def test_one_seed(tmp_path):
     summary = summarize([read_twins(tmp_path, 0)], STEP_TIME)
     left = math.exp(-3)
     assert summary["seeds"][0]["difference"]["kv-shift"]["mean"] == pytest.approx(-0.1 * (1 - left), rel=1e-12)
-    # The sequences differ by that, and by the difference of two sines.
+    # The differences of single sequences vary around that mean by the difference of two sines.
     spread = [0.001 * (math.sin(7 * row * 1.1) - math.sin(7 * row)) for row in range(7)]
     mean = sum(spread) / 7
     stderr = math.sqrt(sum((value - mean) ** 2 for value in spread) / 6 / 7)
     assert summary["seeds"][0]["difference"]["kv-shift"]["stderr"] == pytest.approx(stderr, rel=1e-6)
-    # Between steps 50 and 60 the line is straight: 2 + 3 left - 0.1 (1 - left) reaches 2 + 3 exp(-3).
+    # Between steps 50 and 60, the curve is a straight line; it reaches vanilla's last loss, 2 + 3 left, in between.
     at_50, at_60 = (3 * math.exp(-step / 20) - 0.1 * (1 - math.exp(-step / 20)) for step in (50, 60))
     crossing = 50 + 10 * (at_50 - 3 * left) / (at_50 - at_60)
     assert summary["seeds"][0]["reach"]["step"] == {"vanilla": 60, "kv-shift": pytest.approx(crossing, rel=1e-12)}
@@ -63,9 +63,9 @@ def test_table_of_one_seed(tmp_path):
     assert cells(rows, "time of a step") == ("31.0 ms", "37.0 ms", "× 1.190 (quartiles 1.170 to 1.230)")
     assert cells(rows, "peak memory") == ("500 MiB", "505 MiB", "× 1.010")
     assert cells(rows, "parameters") == ("5,003", "5,027", "+24")
-    assert "7 sequences" in explanation(summary)
-    assert "median of the ratios of single rounds" in explanation(summary), "31.0 to 37.0 ms is not × 1.190"
-    assert "rounds" not in explanation({**summary, "step_time": None})
+    assert "7 sequences" in legend(summary)
+    assert "median of the ratios of single rounds" in legend(summary), "31.0 to 37.0 ms is not × 1.190"
+    assert "rounds" not in legend({**summary, "step_time": None})
 
 
 def test_several_seeds(tmp_path):
@@ -96,7 +96,7 @@ THREE = ("vanilla", "kv-shift", "smear")
 
 
 def test_more_than_two(tmp_path):
-    """Each number of a variant is that of its own pair with the baseline."""
+    """Each number of a variant equals that of a comparison of this variant alone with the baseline."""
     for seed in range(3):
         write_pair(tmp_path, seed=seed, gain=0.1 + 0.01 * seed)
         write_run(tmp_path / f"seed-{seed}" / "smear", seed=seed, variant="smear", gain=0.05 - 0.02 * seed)
@@ -113,8 +113,8 @@ def test_more_than_two(tmp_path):
     assert {len(row) for row in rows} == {6}
     for row, pair, alone in zip(rows[1:], table(two)[1:], table(other)[1:], strict=True):
         assert row == (*pair[:3], alone[2], pair[3], alone[3])
-    assert "95 % by itself" in explanation(three)
-    assert "95 % by itself" not in explanation(two)
+    assert "95 % by itself" in legend(three)
+    assert "95 % by itself" not in legend(two)
 
 
 def test_another_baseline(tmp_path):

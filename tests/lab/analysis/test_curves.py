@@ -1,4 +1,4 @@
-"""What the plots hold; how they look is for eyes."""
+"""The data in the plots. Their look is not tested."""
 
 import json
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""Figure 2: what is drawn of its numbers; how it looks is for eyes."""
+"""The data in Figure 2. Its look is not tested."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The page of an analysis: when a run on a task reached 90 % and 99 %."""
+"""The page of an analysis: the steps at which a run on a task reached 90 % and 99 % accuracy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_steps_are_those_of_straight_lines_between_evaluations(tmp_path: Path) -
         {"first": 0.8, "later": 0.2, "never asked": None},
         {"first": 1.0, "later": 0.95, "never asked": None},
     )
-    # first: 0.9 half-way between steps 20 and 30, 0.99 at 29.5; later: 0.9 at 20 + 10 * 0.7 / 0.75
+    # "first" reaches 0.9 half-way between steps 20 and 30, and 0.99 at 29.5; "later" 0.9 at 20 + 10 * 0.7 / 0.75.
     assert steps_reached(path) == [("first", "25", "30"), ("later", "29", "not reached")]
 
 

@@ -1,26 +1,26 @@
-"""Steps to a level of accuracy: interpolation, seeds that never reach it, ratios."""
+"""Steps to a level of accuracy: interpolation, seeds that never reach it, and ratios."""
 
 import math
 
 import pytest
 
-from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of, steps_to
+from kvshift.lab.analysis.learning import StepsToLevel, compare_steps, steps_to, steps_to_level
 
 pytestmark = pytest.mark.no_models
 
 
 def reach(*steps, within=600.0, level=0.99):
-    return Reach(level=level, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), within))
+    return StepsToLevel(level=level, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), within))
 
 
 @pytest.mark.parametrize(
     ("accuracy", "level", "expected"),
     [
         ([0.1, 0.2, 0.8, 1.0], 0.5, 25.0),  # half way from 20 to 30
-        ([0.1, 0.2, 0.8, 1.0], 0.8, 30.0),  # on an evaluation
+        ([0.1, 0.2, 0.8, 1.0], 0.8, 30.0),  # exactly at an evaluation
         ([0.1, 0.2, 0.8, 1.0], 0.95, 45.0),
-        ([0.6, 0.2, 0.8, 1.0], 0.5, 10.0),  # there at the first evaluation
-        ([0.1, 0.9, 0.2, 0.3], 0.5, 15.0),  # the first time, though it falls back
+        ([0.6, 0.2, 0.8, 1.0], 0.5, 10.0),  # already reached at the first evaluation
+        ([0.1, 0.9, 0.2, 0.3], 0.5, 15.0),  # the first crossing counts, though accuracy falls again
         ([0.1, 0.2, 0.8, 0.9], 0.99, None),
     ],
 )
@@ -60,7 +60,7 @@ def test_a_missing_seed_is_never_averaged_away():
     assert (found.mean, found.interval(), found.missing) == (None, None, [1])
     assert found.text == "99 % not reached within 600 steps by 1 of 3 seeds; by the rest after 100, 200"
     assert reach(None, None, level=0.9).text == "90 % not reached within 600 steps by 2 of 2 seeds"
-    unequal = Reach(level=0.9, steps={3: None, 5: None}, within={3: 1200, 5: 600})
+    unequal = StepsToLevel(level=0.9, steps={3: None, 5: None}, within={3: 1200, 5: 600})
     assert unequal.text == "90 % not reached within 600 to 1,200 steps by 2 of 2 seeds"
 
 
@@ -68,7 +68,7 @@ def test_the_median_stands_where_missing_seeds_are_surely_later():
     assert reach(100, None, 200).median == 200
     assert reach(100, None, 200, None).median is None
     assert reach(100, 300, 200, None).median == 250
-    given_up = Reach(level=0.9, steps={0: 100, 1: None, 2: 200}, within={0: 600, 1: 150, 2: 600})
+    given_up = StepsToLevel(level=0.9, steps={0: 100, 1: None, 2: 200}, within={0: 600, 1: 150, 2: 600})
     assert given_up.median is None
 
 
@@ -79,7 +79,7 @@ def test_one_seed_and_equal_seeds_have_no_interval():
 
 def test_reach_from_curves():
     curves = {4: ([0, 10, 20], [0.0, 0.5, 1.0]), 7: ([0, 10, 30], [0.0, 0.1, 0.2])}
-    assert reach_of(curves, 0.75) == Reach(level=0.75, steps={4: 15.0, 7: None}, within={4: 20.0, 7: 30.0})
+    assert steps_to_level(curves, 0.75) == StepsToLevel(level=0.75, steps={4: 15.0, 7: None}, within={4: 20.0, 7: 30.0})
 
 
 @pytest.mark.parametrize(
@@ -93,57 +93,57 @@ def test_reach_from_curves():
 )
 def test_seeds_that_make_no_sense(steps, within, message):
     with pytest.raises(ValueError, match=message):
-        Reach(level=0.9, steps=steps, within=within)
+        StepsToLevel(level=0.9, steps=steps, within=within)
 
 
 def test_ratio_is_paired_by_seed():
-    # Seeds differ by factors of ten, ratios hardly: 0.5, 0.25, 0.5 -> logs with mean -log(2) * 4/3
+    # The seeds differ by factors of ten, the ratios hardly: 0.5, 0.25, 0.5. The mean of their logs is -log(2) * 4/3.
     ours, theirs = reach(5, 25, 250), reach(10, 100, 500)
-    found = compare_reach(ours, theirs)
+    found = compare_steps(ours, theirs)
     half = 4.302652729911275 * math.log(2) / 3  # the deviation of (0, -1, 0) is 1 / sqrt(3), over sqrt(3)
     assert found.ratio == pytest.approx(2 ** (-4 / 3), rel=1e-12)
     assert (found.low, found.high) == pytest.approx((found.ratio * math.exp(-half), found.ratio * math.exp(half)))
     assert found.outcome == "no difference shown"
     assert (found.at_least, found.at_most) == (0.25, 0.5)
-    sooner = compare_reach(reach(5, 24, 251), reach(10, 50, 500))
+    sooner = compare_steps(reach(5, 24, 251), reach(10, 50, 500))
     assert sooner.outcome == "sooner"
     assert sooner.text == "KV-shift needs 0.494 of the steps of vanilla (95 % interval 0.464 to 0.525, 3 seeds)"
-    later = compare_reach(reach(10, 50, 500), reach(5, 24, 251), names=("a", "b"))
+    later = compare_steps(reach(10, 50, 500), reach(5, 24, 251), names=("a", "b"))
     assert later.outcome == "later"
     assert (later.low, later.high) == pytest.approx((1 / sooner.high, 1 / sooner.low))
 
 
 def test_order_of_the_seeds_does_not_matter():
-    ours = Reach(level=0.9, steps={2: 10.0, 1: 40.0}, within={2: 50, 1: 50})
-    theirs = Reach(level=0.9, steps={1: 80.0, 2: 40.0}, within={1: 90, 2: 90})
-    assert compare_reach(ours, theirs).at_most == 0.5
+    ours = StepsToLevel(level=0.9, steps={2: 10.0, 1: 40.0}, within={2: 50, 1: 50})
+    theirs = StepsToLevel(level=0.9, steps={1: 80.0, 2: 40.0}, within={1: 90, 2: 90})
+    assert compare_steps(ours, theirs).at_most == 0.5
 
 
 def test_a_ratio_to_runs_that_never_arrived_is_a_bound():
-    found = compare_reach(reach(60, 90), reach(None, 300))
+    found = compare_steps(reach(60, 90), reach(None, 300))
     assert (found.outcome, found.ratio, found.low, found.high) == ("sooner in every seed", None, None, None)
     assert (found.at_most, found.at_least) == (0.3, None)
     assert found.text.startswith("KV-shift needs at most 0.3 of the steps in each of 2 seeds, no interval (KV-shift: ")
     assert "vanilla: 99 % not reached within 600 steps by 1 of 2 seeds; by the rest after 300" in found.text
-    other = compare_reach(reach(None, 300), reach(60, 90))
+    other = compare_steps(reach(None, 300), reach(60, 90))
     assert (other.outcome, other.at_most) == ("later in every seed", None)
     assert other.at_least == pytest.approx(300 / 90)
 
 
 def test_what_cannot_be_ordered_is_undecided():
     for ours, theirs in [
-        (reach(None, 5), reach(None, 9)),  # a pair of which neither arrived
+        (reach(None, 5), reach(None, 9)),  # a pair in which neither run arrived
         (reach(None, 5), reach(9, None)),
-        (reach(700, 5, within=900.0), reach(None, 9)),  # arrived after the other was given up
+        (reach(700, 5, within=900.0), reach(None, 9)),  # arrived after the steps that the other run was given
         (reach(5), reach(10)),  # one pair
         (reach(5, 50), reach(10, 100)),  # equal ratios
     ]:
-        assert compare_reach(ours, theirs).outcome == "undecided"
-    assert compare_reach(reach(5), reach(10)).text.startswith("KV-shift needs 0.5 of the steps of vanilla in this one")
+        assert compare_steps(ours, theirs).outcome == "undecided"
+    assert compare_steps(reach(5), reach(10)).text.startswith("KV-shift needs 0.5 of the steps of vanilla in this one")
 
 
 def test_what_cannot_be_paired():
     with pytest.raises(ValueError, match=r"of one level, got 0\.99 and 0\.9$"):
-        compare_reach(reach(5), reach(5, level=0.9))
+        compare_steps(reach(5), reach(5, level=0.9))
     with pytest.raises(ValueError, match="the same seeds"):
-        compare_reach(reach(5), reach(5, 6))
+        compare_steps(reach(5), reach(5, 6))

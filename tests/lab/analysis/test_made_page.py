@@ -1,4 +1,4 @@
-"""Pages of which a part is made from results: committed as made, made again, and a stale one is an error."""
+"""Pages with a part that is generated from results: it is committed, can be generated again, and must not be stale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the maps hold; how they look is for eyes."""
+"""The data in the maps. Their look is not tested."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_signs_and_sums_are_counted():
     found = coefficient_counts(layers)
     assert found is not None
     assert [found[f"negative {name}"] for name in ("alpha1", "alpha2", "beta1", "beta2")] == [1, 2, 1, 0]
-    # sums 1, 0.25, -1 and 0, 2, 1
+    # The sums are 1, 0.25, -1 for alpha, and 0, 2, 1 for beta.
     assert found["distance of alpha1 + alpha2 from 1"] == pytest.approx((0 + 0.75 + 2) / 3)
     assert found["distance of beta1 + beta2 from 1"] == pytest.approx((1 + 1 + 0) / 3)
     assert sum(found[f"alpha1 {a} alpha2, beta1 {b} beta2"] for a in (">", "<=") for b in (">", "<=")) == 3

@@ -1,4 +1,4 @@
-"""The files a comparison ends with."""
+"""The files that a comparison writes at its end."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def add_samples_and_step_time(out):
 
 
 def add_probes(out, *, names):
-    """Lines of probes beside the evaluations of each run of seed 0."""
+    """Add lines of probes beside the evaluations of both runs of seed 0."""
     for path in [out / "seed-0" / name / "metrics.jsonl" for name in ("vanilla", "kvshift")]:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         evaluations = [line for line in lines if line["kind"] == "eval"]
@@ -51,7 +51,7 @@ def add_probes(out, *, names):
 
 
 class Report:
-    """What `write_report` has left in a folder, and what it has returned."""
+    """The files that `write_report` leaves in a folder, and the summary that it returns."""
 
     def __init__(self, folder, *args, **options):
         self.folder, self.summary = folder, write_report(folder, *args, **options)
@@ -62,7 +62,7 @@ class Report:
 
 @pytest.fixture(scope="module")
 def two_seeds(tmp_path_factory):
-    """With samples and times of a step, and probes in one of the seeds."""
+    """A report on two seeds with samples and step times, and with probes in one of the seeds."""
     out = tmp_path_factory.mktemp("two")
     for seed in (0, 1):
         write_pair(out, seed=seed, gain=0.1 + 0.01 * seed)
@@ -73,7 +73,7 @@ def two_seeds(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_seed(tmp_path_factory):
-    """Without samples and times of a step, with probes in all its runs."""
+    """A report on one seed without samples and step times, with probes in all its runs."""
     out = tmp_path_factory.mktemp("one")
     write_pair(out)
     add_probes(out, names=["prefix_matching", "repeat_loss", "loss_pair_seen"])
@@ -82,7 +82,7 @@ def one_seed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four_variants(tmp_path_factory):
-    """Two that shift, and the command for more seeds."""
+    """A report on four variants, two of them with shift coefficients, and the command for more seeds."""
     out = tmp_path_factory.mktemp("four")
     write_pair(out, gain=0.1)
     write_run(out / "seed-0" / "smear", variant="smear", gain=0.05)
@@ -119,7 +119,7 @@ def test_the_page_says_what_the_files_say(two_seeds):
     for expected in (
         verdicts(two_seeds.summary),
         "× 1.190 (quartiles 1.170 to 1.230)",
-        "<b>What</b> & light",  # text, not markup
+        "<b>What</b> & light",  # escaped as text, not markup
         "But soft",
         "kvshift train --seed 1",
         str(two_seeds.folder.resolve() / "seed-1" / "kvshift"),
@@ -184,7 +184,7 @@ def test_the_comparison_of_the_readme_is_still_drawn(tmp_path):
 
 
 def test_reports_and_the_explorer_have_one_palette():
-    """The stylesheet is in a report as it is, and nothing beside it names a color."""
+    """A report contains the stylesheet unchanged, and the files that use it name no color."""
     lab = Path(pages.__file__).parents[1]
     look = (lab / "analysis/look.css").read_text(encoding="utf-8")
     assert look.strip() in pages.render("base.html.jinja", title="A report")

@@ -1,4 +1,4 @@
-"""Power laws: known parameters come back, within intervals that cover as often as they say."""
+"""Power laws: the fit finds known parameters, and its intervals have the coverage that they claim."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvshift.lab.analysis.scaling import fit_power_law
 
 pytestmark = pytest.mark.no_models
 
-SIZES = [2.4e4, 8e4, 2e5, 4.5e5, 9.8e5]  # about those of the recipe's laptop
-EXPONENT, CRITICAL = 0.076, 8.8e13  # of Kaplan et al. (2020)
+SIZES = [2.4e4, 8e4, 2e5, 4.5e5, 9.8e5]  # close to the sizes of the recipe for a laptop
+EXPONENT, CRITICAL = 0.076, 8.8e13  # from Kaplan et al. (2020)
 
 
 def simulated(seed: int, *, seeds: int = 3, noise: float = 0.004) -> tuple[list[float], list[float]]:
@@ -39,7 +39,7 @@ def test_the_parameters_lie_within_the_interval_of_their_fit() -> None:
 
 @pytest.mark.parametrize(("seeds", "noise"), [(3, 0.004), (1, 0.004), (3, 0.05)])
 def test_intervals_cover_as_often_as_they_say(seeds: int, noise: float) -> None:
-    """Of 200 simulated fits; 95 % of the time gives 180 to 198 but for one time in a thousand."""
+    """Coverage of 95 % means 180 to 198 of 200 simulated fits, except once in a thousand times."""
     exponents = extrapolations = 0
     for seed in range(200):
         found = fit_power_law(*simulated(seed, seeds=seeds, noise=noise), draws=500)
@@ -58,7 +58,7 @@ def test_extrapolated_the_interval_grows() -> None:
 
 @pytest.mark.parametrize("noise", [1e-6, 0.01, 0.5])
 def test_three_points_decide_nothing(noise: float) -> None:
-    """In one draw of nine all residuals are the same, and there is no deviation to compare with."""
+    """In one resample of nine, all residuals are equal, and there is no deviation to compare with."""
     found = fit_power_law([100.0, 200.0, 300.0], [5.0, 5.0 * (1 + noise), 5.0 * (1 - noise)])
     assert (found.at(3000.0).low, found.at(3000.0).high) == (0, math.inf)
     assert found.exponent.low < found.exponent.value < found.exponent.high

@@ -1,4 +1,4 @@
-"""Tables for a terminal: no line is longer than it is asked for, and no cell is lost."""
+"""Tables for a terminal: no line is longer than requested, and no cell is lost."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`kvshift analyze`: what it finds is in the files, whatever kind of folder it is given."""
+"""`kvshift analyze` writes what it finds into files, for every kind of folder that it accepts."""
 
 import json
 import shutil
@@ -70,7 +70,7 @@ def shifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files without figures, which take seconds."""
+    """Skip the page and its figures, which take seconds to draw."""
     monkeypatch.setattr(module, "write_head_report", lambda out, metrics: out / "analysis.html")
 
 
@@ -100,10 +100,10 @@ def test_a_run_of_a_task_and_its_page_which_needs_nothing_but_itself(
         RepeatConfig(rows=3, lowest_token=17),
     )
     files = found(out)
-    assert files["length"] == measured.length == 12  # as its 24 positions allow
+    assert files["length"] == measured.length == 12  # two copies fill its 24 positions
     assert [head["moved"] for head in files["heads"]] == [pytest.approx(head.moved) for head in measured.heads]
     assert files["coefficients"] == measured.coefficients
-    assert min(files["maps"]["input_ids"]) >= 17  # the task knows no lower ones
+    assert min(files["maps"]["input_ids"]) >= 17  # the task has no lower token ids
     assert files["options"]["lowest_token"] == 17
     best = max(measured.heads, key=lambda head: head.scores["induction"])
     printed = capsys.readouterr().out.splitlines()
@@ -157,7 +157,7 @@ def test_attention_on_a_text(shifted: Path, tmp_path: Path) -> None:
     whole = model(torch.tensor([maps["input_ids"]]), output_attentions=True).attentions
     stored = load_file(tmp_path / "attention.safetensors")
     assert set(stored) == {f"{head['layer']}.{head['head']}" for head in maps["heads"]}
-    assert 2 <= len(stored) <= 6  # the best two of three scores, each head once
+    assert 2 <= len(stored) <= 6  # the best two heads for each of three scores, each head once
     for head in maps["heads"]:
         assert torch.equal(stored[f"{head['layer']}.{head['head']}"], whole[head["layer"]][0, head["head"]])
     for name in ("previous token", "duplicate token", "induction"):

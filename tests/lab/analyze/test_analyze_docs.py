@@ -1,4 +1,4 @@
-"""docs/analyze.md: its example prints what stands below it, and what it names is there."""
+"""The example in docs/analyze.md prints the output below it, and the options that the page names exist."""
 
 import dataclasses
 import re

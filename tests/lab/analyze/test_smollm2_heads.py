@@ -1,4 +1,4 @@
-"""`kvshift analyze` on a trained model without shift: its heads do what those of trained language models do."""
+"""`kvshift analyze` on a trained model without shift finds the heads that trained language models are known for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pretrained
 
 
 def test_the_circuit_of_induction(tmp_path: Path):
-    """Previous-token heads, and induction heads in later layers (Olsson et al. 2022); the second half is copied."""
+    """Induction heads come after previous-token heads (Olsson et al. 2022), and the repeated half is predicted well."""
     analyze(AnalyzeConfig(run=FOLDER, out=tmp_path, rows=8))
     found = json.loads((tmp_path / "heads.json").read_text())
     heads, uniform, behaviour = found["heads"], found["uniform"], found["behaviour"]

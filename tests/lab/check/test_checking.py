@@ -1,4 +1,4 @@
-"""`kvshift check` as a user types it."""
+"""`kvshift check` on the command line."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What is known of transformers' own models is found, and docs/check.md says what was found."""
+"""The known faults of transformers' own models are found, and docs/check.md lists the faults that were found."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from kvshift.models.check import PROPERTIES, check_model
 ROOT = Path(__file__).parents[3]
 ROWS = ROOT / "results/check/transformers.jsonl"
 
-# Documents named by position_ids are kept apart where there is neither a mask nor a cache.
+# Documents that position_ids mark are kept apart only where there is neither a mask nor a cache.
 BESIDE = {
     "documents: position_ids, mask",
     "documents: position_ids, cache",
@@ -29,7 +29,7 @@ NAMES = {
     "documents: several rows, seq_idx",
     "documents: padding, seq_idx",
 }
-# Convolutions are never told of documents, nor of padding in a call of a single token.
+# Convolutions receive no document boundaries, and no padding mask in calls of a single token.
 LEAKS = {
     "documents: position_ids",
     *BESIDE,
@@ -49,15 +49,15 @@ KNOWN = {
         {*NAMES, "documents: all of these"},  # refused without the package causal_conv1d
     ),
 }
-if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):  # the oldest supported
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):  # the oldest supported version
     wrong, names = KNOWN["inkling_text"]
     embeds = {name for name in PROPERTIES if "inputs_embeds" in name}
     KNOWN["inkling_text"] = ({*wrong, *embeds, "generate: assisted", "generate: prompt lookup"}, names)
-    KNOWN["lfm2"] = ({*KNOWN["lfm2"][0], "documents: all of these"}, NAMES)  # it passes over seq_idx
+    KNOWN["lfm2"] = ({*KNOWN["lfm2"][0], "documents: all of these"}, NAMES)  # this version ignores seq_idx
 
 
 def verdicts_of(name: str) -> tuple[set[str], set[str]]:
-    """The properties that are wrong, and those that are refused or not supported."""
+    """Return the properties that are wrong, and those that are refused or not supported."""
     report = check_model(build_stock(name), length=16)
     others = {verdict.property for verdict in report.verdicts if verdict.verdict in ("refused", "not supported")}
     for verdict in report.wrong:

@@ -1,4 +1,4 @@
-"""`kvshift compare`: which runs it starts, what it keeps, how it ends."""
+"""`kvshift compare`: the runs that it starts, the files that it keeps, and how it ends."""
 
 import html
 import json
@@ -31,13 +31,13 @@ from ..analysis.run_folders import write_run
 
 
 def config_for(out, seeds=1, **train):
-    """Nothing but the runs: no models to load afterwards."""
+    """Return options for the runs alone, so that no models are loaded after them."""
     return CompareConfig(train=TrainConfig(out=out, **train), seeds=seeds, step_time_seconds=0, sample_tokens=0)
 
 
 @pytest.fixture
 def children(monkeypatch):
-    """Stands in for the training processes: the runs that were asked for, in order; `codes` are their exit codes."""
+    """A replacement for the training processes that lists the runs started, in order; `codes` are their exit codes."""
 
     class Children(list):
         codes = ()
@@ -65,7 +65,7 @@ def children(monkeypatch):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """The numbers alone: drawing takes a second."""
+    """Compute the summary without the report, which takes a second to draw."""
     monkeypatch.setattr(
         module,
         "write_report",
@@ -75,7 +75,7 @@ def undrawn(monkeypatch):
 
 @pytest.fixture
 def unplotted(monkeypatch):
-    """All of the report but its plots, which take a second."""
+    """Write the report without its plots, which take a second to draw."""
     monkeypatch.setattr(report, "plot_curves", lambda *args, **options: Figure(figsize=(1, 1)))
     monkeypatch.setattr(report, "plot_coefficients", lambda folder: None)
 

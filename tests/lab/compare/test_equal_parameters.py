@@ -1,4 +1,4 @@
-"""`kvshift compare --equal-parameters`: what adds parameters gets narrower MLPs."""
+"""`kvshift compare --equal-parameters`: variants that add parameters get narrower MLPs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.lab.variants.model_config import ModelConfig
 
-UNIT = 3 * 24 * 2  # parameters that a unit of the MLPs' width has in all layers
+UNIT = 3 * 24 * 2  # parameters of all layers per unit of MLP width
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "differential-wide"])  # of even KV heads
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "differential-wide"])  # needs even KV heads
 def test_of_what_is_built(name: str, tmp_path: Path) -> None:
     model = ModelConfig(hidden_size=24, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
     train = TrainConfig(out=tmp_path, model=model)
 
     def built(variant: str, **how: Any) -> tuple[int, int]:
-        """Parameters, and width of the MLPs."""
+        """Return the number of parameters and the width of the MLPs."""
         options = child_config(train, 0, variant, **how).model
         size: Any = describe(options, vocab_size=31, length=8)
         return build_model(size, seed=0, variant=options.variant).num_parameters(), size.intermediate_size
@@ -38,7 +38,7 @@ def test_of_what_is_built(name: str, tmp_path: Path) -> None:
 
 
 def comparison(out: Path, **how: Any) -> CompareConfig:
-    """Nothing but runs of a step or two."""
+    """Return options for runs of two steps, without samples and step times."""
     model = ModelConfig(hidden_size=24, num_attention_heads=2, num_hidden_layers=1)
     train = TrainConfig(
         out=out, model=model, steps=2, batch_size=2, eval_rows=2, eval_every=2, log_every=1, report_to=(), device="cpu"

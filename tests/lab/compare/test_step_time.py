@@ -1,4 +1,4 @@
-"""Functions timed beside each other."""
+"""Step times of functions that are measured side by side."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kvshift.lab.core.errors import RunFailedError
 
 
 class Clock:
-    """Time that only the steps let pass."""
+    """A clock that only the steps advance."""
 
     def __init__(self):
         self.now, self.calls = 0.0, []
@@ -30,7 +30,7 @@ def test_ratio_of_two_steps():
     found = side_by_side(steps, WallClock(now=clock), 10.0)
     assert found["ratios"] == {"shifted": pytest.approx({"low": 1.25, "ratio": 1.25, "high": 1.25})}
     assert found["milliseconds"] == {"vanilla": pytest.approx(80), "shifted": pytest.approx(100)}
-    assert found["steps_per_turn"] == 2  # 0.15 seconds, nearly
+    assert found["steps_per_turn"] == 2  # about 0.15 seconds
     assert found["rounds"] == -(-10.0 // (2 * 2 * 0.18))
 
 
@@ -40,7 +40,7 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio():
     steps = {name: clock.step(name, seconds) for name, seconds in slower.items()}
     found = side_by_side(steps, WallClock(now=clock), 20.0)
     assert found["ratios"]["shifted"]["ratio"] == pytest.approx(1.25, rel=0.001)
-    # One after the other, as two runs would be, the second would look twice as slow.
+    # Measured one after the other, as in two separate runs, the second would seem twice as slow.
     assert found["milliseconds"]["shifted"] > 1.3 * 125
 
 

@@ -1,4 +1,4 @@
-"""Rounds, medians and the clock of a CUDA device, on clocks that are made up."""
+"""Rounds, medians and the clock of a CUDA device, with simulated clocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.no_models
 
 
 class TellingClock:
-    """Its time is what the call returns."""
+    """A clock that takes the returned value of each call as its duration."""
 
     def time(self, run, first, count):
         return sum(run(first + i) for i in range(count)) / count, None
@@ -25,7 +25,7 @@ def test_all_are_called_in_each_round_and_warming_up_does_not_count():
     def implementation(name, seconds):
         def run(number):
             calls.append(name)
-            return 100.0 if len(calls) <= 4 else seconds  # the two rounds of warming up
+            return 100.0 if len(calls) <= 4 else seconds  # the two warm-up rounds
 
         return run
 
@@ -64,11 +64,11 @@ def test_quartiles_of_worked_values():
 
 
 class FakeDevice:
-    """A queue on a device of its own time: host and device run side by side, as CUDA's streams do."""
+    """A simulated CUDA device with its own time: host and device run side by side, as with CUDA streams."""
 
     def __init__(self, launch: float) -> None:
         self.host = self.device = 0.0
-        self.launch = launch  # seconds the host takes for a call
+        self.launch = launch  # seconds that the host needs for a call
         self.spins: list[float] = []
 
     def enqueue(self, seconds: float) -> None:
@@ -109,7 +109,7 @@ def device(monkeypatch):
 
 def test_what_the_device_does_is_timed_and_not_how_fast_the_host_asks_for_it(device):
     clock = EventClock(torch.device("cuda"))
-    seconds, host = clock.time(lambda number: device.enqueue(10e-6), 0, 20)  # five times as slow to ask for
+    seconds, host = clock.time(lambda number: device.enqueue(10e-6), 0, 20)  # the host takes five times as long
     assert seconds == pytest.approx(10e-6, rel=1e-6)
     assert host == pytest.approx(50e-6, rel=1e-6)
 

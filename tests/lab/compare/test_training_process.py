@@ -1,4 +1,4 @@
-"""The processes of `kvshift compare`: signals, faults, kills, and what they execute."""
+"""The processes of `kvshift compare`: signals, errors, kills, and the code that they execute."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import kvshift.lab.compare.training_process as module
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_child_is_told_once_to_end(number):
-    """The child counts the signals it gets, and ends by itself."""
+    """The child counts the signals that it receives, and ends by itself."""
     child = (
         "import os, signal, sys, time\n"
         "seen = []\n"
@@ -24,7 +24,7 @@ def test_a_child_is_told_once_to_end(number):
         "time.sleep(0.3)\n"
         "sys.exit(40 + len(seen))"
     )
-    # These tests may themselves run where the signal is ignored: under nohup, or in the background of a script.
+    # The signal may be ignored where the tests run: under nohup, or in the background of a script.
     before = signal.signal(number, signal.SIG_DFL)
     try:
         assert module._run([sys.executable, "-c", child, str(int(number))]) == 41
@@ -56,7 +56,7 @@ def kvshift(*arguments):
 
 @pytest.fixture
 def child_environment(tmp_path):
-    """Environment of real runs: one thread, no network, a cache of their own."""
+    """The environment of real runs: one thread, no network, and a separate cache."""
     cache = str(tmp_path / "cache")
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
 
@@ -89,7 +89,7 @@ def test_a_fault_of_the_child_reaches_the_user_and_leaves_nothing(there, tmp_pat
 
 @pytest.mark.slow
 def test_killed_outright_and_given_again_it_resumes(tmp_path, child_environment):
-    """With frozen identity coefficients the twins are one model, so every number of theirs is the same."""
+    """With frozen identity coefficients both runs train the same model, so all their numbers are equal."""
     out, corpus = tmp_path / "out", tmp_path / "numbers.txt"
     corpus.write_text("".join(f"{number * number} is the square of {number}.\n" for number in range(300)))
     command = kvshift(

@@ -1,4 +1,4 @@
-"""What a command tells its user; most of it is tested where it is raised."""
+"""Error messages of commands. Most of them are tested where they are raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines are in their file whole or not at all, on disks that fill up and after processes that were killed."""
+"""A line is in its file whole or not at all, also after the disk was full or a process was killed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RECORD, LINE = {"index": 0}, b'{"index": 0}\n'
 
 
 class Disk(io.BytesIO):
-    """A file without a buffer on a disk that has size for so many bytes: it takes what fits, and says how much."""
+    """An unbuffered file on a disk that has room for `size` bytes. `write` stores what fits, and returns its length."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
 
     def write(self, content: Any) -> int:
-        self.seek(0, os.SEEK_END)  # as a file does that is open for appending
+        self.seek(0, os.SEEK_END)  # a file that is open for appending does the same
         if self.size == self.tell():
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(bytes(content)[: self.size - self.tell()])
@@ -68,7 +68,7 @@ def test_of_lines_that_belong_together_none_is_left(tmp_path: Path, monkeypatch:
 
 
 def test_what_could_not_be_cut_off_is_cut_off_by_the_next_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, the next line would stand behind half of another."""
+    """Otherwise, the next line would be joined to half of another."""
 
     def refused(self: Disk, size: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -94,7 +94,7 @@ def test_a_line_without_an_end_is_cut_off(tmp_path: Path, repair: bool) -> None:
     with JSONLines(path) as file:
         lines = file.read()
         assert lines == [LINE[:-1]] * 2
-        assert path.read_bytes() == LINE * 2 + LINE[:-1]  # whose file it is may still be in question
+        assert path.read_bytes() == LINE * 2 + LINE[:-1]  # read() changes nothing: the file may be another run's
         file.keep(lines[: 2 if repair else 1])
         assert path.read_bytes() == LINE * (2 if repair else 1)
         file.append([{"index": 1}])

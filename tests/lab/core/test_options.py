@@ -1,4 +1,4 @@
-"""What the fields of options say of themselves: what enters a hash, what is compared, what is written down."""
+"""Metadata of option fields: what enters a hash, what is compared, and what is written to files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Strings:
 
 @dataclass(frozen=True, kw_only=True)
 class Lute:
-    """Options of which all is said that can be said of them."""
+    """Options with every kind of metadata."""
 
     case: Path = field(default=Path("attic"), metadata=MACHINE)
     polish: int = field(default=1, metadata=FREE)

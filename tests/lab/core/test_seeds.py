@@ -1,4 +1,4 @@
-"""Seeds: their bits are part of every run that was made, and must not change."""
+"""Seeds: every run that was made depends on their bits, which must not change."""
 
 import pytest
 

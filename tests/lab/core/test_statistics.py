@@ -1,4 +1,4 @@
-"""Means, intervals and the words that may be said of them."""
+"""Means, intervals, and the words for their outcomes."""
 
 import math
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.no_models
 
 
 def test_mean_and_standard_error_worked_by_hand():
-    # deviations -3, -1, 4: 26 / 2 = 13 is the variance
+    # The deviations are -3, -1, 4, so the variance is 26 / 2 = 13.
     assert mean_of([2.0, 4.0, 9.0]) == Estimate(5.0, pytest.approx(math.sqrt(13 / 3), rel=1e-15), 3)
     assert mean_of([7.0]) == Estimate(7.0, None, 1)
 
@@ -39,7 +39,7 @@ def test_sequences_count_by_their_tokens():
 
 
 def test_interval_worked_by_hand():
-    # t(0.975, 2) = 4.30265..., standard error 1 / sqrt(3)
+    # t(0.975, 2) = 4.30265..., and the standard error is 1 / sqrt(3).
     low, high = t_interval([1.0, 2.0, 3.0])
     assert (low, high) == pytest.approx((2 - 4.302652729911275 / math.sqrt(3), 2 + 4.302652729911275 / math.sqrt(3)))
     narrow = t_interval([1.0, 2.0, 3.0], confidence=0.5)
@@ -50,7 +50,7 @@ def test_interval_worked_by_hand():
 def test_interval_covers_the_truth_as_often_as_it_says(seeds):
     truth, trials = -0.016, 20_000
     draws = np.random.default_rng(7).normal(truth, 0.01, size=(trials, seeds))
-    # One row's interval in closed form for all rows at once; the function itself on some of them.
+    # The closed form gives the intervals of all rows at once; the function is compared with it on some of them.
     half = (t_interval([0.0, 1.0] if seeds == 2 else list(range(seeds)))[1] - (seeds - 1) / 2) / (
         np.std(np.arange(seeds), ddof=1)
     )
@@ -143,7 +143,7 @@ def test_seeds_that_do_not_vary_are_no_evidence():
         ([5.0, 4.0, 3.0], 4.0, 20.0),
         ([5.0, 4.0, 3.0], 2.9, None),
         ([5.0, 4.0, 3.0], 6.0, 10.0),
-        ([5.0, 3.0, 4.0], 3.5, 17.5),  # the first time, though it rises again
+        ([5.0, 3.0, 4.0], 3.5, 17.5),  # the first crossing counts, though the loss rises again
         ([5.0, 4.5, 4.6, 4.4], 4.45, 37.5),
     ],
 )
@@ -156,9 +156,9 @@ def test_where_a_curve_first_comes_down_to_a_loss(losses, target, expected):
 def test_rank_correlation_by_hand():
     assert rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 90.0]) == pytest.approx(1)
     assert rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
-    # ranks 1 2 3 4 against 2 1 4 3: 1 - 6 * 4 / (4 * 15)
+    # The ranks 1 2 3 4 and 2 1 4 3 give 1 - 6 * 4 / (4 * 15).
     assert rank_correlation([1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 4.0, 3.0]) == pytest.approx(0.6)
-    # equal values have the mean of their ranks, 1.5 1.5 3 against 1 2 3
+    # Equal values have the mean of their ranks: 1.5 1.5 3 against 1 2 3.
     assert rank_correlation([5.0, 5.0, 7.0], [1.0, 2.0, 3.0]) == pytest.approx(1.5 / math.sqrt(1.5 * 2))
 
 

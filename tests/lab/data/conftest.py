@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache of the test's own, empty at first; no network."""
+    """Use an empty cache in each test, and no network."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

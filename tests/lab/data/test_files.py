@@ -29,7 +29,7 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".zst": zstandard.compress,
 }
-# Every kind of line end and of separator that a reader might take for one, and characters of 1 to 4 bytes.
+# All kinds of line ends and of separators that a reader might mistake for one, and characters of 1 to 4 bytes.
 TEXT = "one\r\ntwo\rthree\n\n\u2028 \x85 \x0c é 語 🙂\t "
 
 
@@ -79,7 +79,7 @@ def test_text_comes_back_as_it_was(folder, form, compression):
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
 @pytest.mark.parametrize("form", CONTENTS)
 def test_compressed_files_that_end_early_are_refused_by_name(folder, form, compression):
-    noise = random.Random(0).randbytes(50_000).hex()  # hardly shrinks, so that half of it would decompress
+    noise = random.Random(0).randbytes(50_000).hex()  # hardly compressible, so half of the file still decompresses
     content = {".txt": noise.encode(), ".jsonl": jsonl(*[{"text": noise}] * 3), ".parquet": parquet({"text": [noise]})}
     content |= {".md": noise.encode(), ".json": json.dumps([noise] * 3).encode()}
     compressed = COMPRESSIONS[compression](content[form])
@@ -316,10 +316,10 @@ def write(path: Path, text: str) -> None:
 
 
 def test_hidden_names_below_a_folder_are_left_out(folder):
-    """The names that datasets leaves out; it reads a file, other than a folder, whose name begins with "__"."""
+    """The same names are left out as by datasets, which reads files, though not folders, that begin with "__"."""
     for name in (*HIDDEN, ".~lock.a.txt#", "sub/a.txt", "__a.txt", "sub/b.jsonl"):
         write(folder / name, name)
-    (folder / ".#a.txt").symlink_to("user@host.1")  # Emacs
+    (folder / ".#a.txt").symlink_to("user@host.1")  # a lock file of Emacs
 
     assert read(folder) == ["__a.txt", "sub/a.txt", "sub/b.jsonl"]
     assert read(folder / "**" / "*.txt") == ["__a.txt", "sub/a.txt"]
@@ -338,7 +338,7 @@ def test_hidden_names_that_the_user_gives_are_read(folder, name):
 
 
 def no_files(folder: Path) -> dict[str, Path]:
-    """One of each kind of path that is neither a folder nor a regular file."""
+    """Create one of each kind of path that is neither a folder nor a regular file, and return them by name."""
     (folder / "gone.jsonl").symlink_to("nowhere.jsonl")
     (folder / "gone").symlink_to("/nowhere/at/all")
     (folder / "itself.txt").symlink_to("itself.txt")
@@ -346,7 +346,7 @@ def no_files(folder: Path) -> dict[str, Path]:
     (folder / "device.txt").symlink_to("/dev/null")
     with socket.socket(socket.AF_UNIX) as opened:
         here = Path.cwd()
-        os.chdir(folder)  # the name of a socket has at most 107 bytes
+        os.chdir(folder)  # the path of a socket has at most 107 bytes
         opened.bind("a.sock")
         os.chdir(here)
     return {path.name: path for path in folder.iterdir()}
@@ -495,7 +495,7 @@ def test_command_that_converts_chats_gives_their_texts(folder, form, column, cha
 @pytest.mark.parametrize("window_log", [28, 31])
 def test_frame_of_zstd_long_is_refused_with_the_command_that_unpacks_it(folder, form, window_log):
     path = folder / f"long one{form}.zst"
-    # magic number, a frame without a size, its window of 2^window_log bytes, one empty last block
+    # The magic number, a frame without a size, its window of 2^window_log bytes, and one empty last block.
     path.write_bytes(bytes.fromhex("28b52ffd") + bytes([0, (window_log - 10) << 3]) + bytes([1, 0, 0]))
 
     said = complaint(path)

@@ -1,4 +1,4 @@
-"""What is a path, what a name on the hub; the hub is asked once, and not at all for a path."""
+"""Paths are distinguished from names on the hub, which is queried once for a name and never for a path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvshift.lab.data.tokenizers import make_tokenizer
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The names that the hub is asked for, which it does not answer; what would ask again and again is never called."""
+    """Names that the hub is queried for, in vain. Loaders that would query it repeatedly must not be called."""
     names: list[str] = []
 
     def model_info(self: HfApi, name: str, *, timeout: float) -> Any:
@@ -44,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         ("owner/name", True),
         ("HuggingFaceTB/SmolLM2-135M", True),
         ("run", False),  # exists
-        ("runs/absent", False),  # its folder exists
+        ("runs/absent", False),  # its parent folder exists
         ("runs/absent/deeper", False),
         ("owner/name/deeper", False),
         ("./owner", False),

@@ -1,4 +1,4 @@
-"""Sequences against a plain loop, and what the model makes of them against each document alone."""
+"""Packed sequences against a plain loop, and the model's outputs for them against each document alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows_of(documents: list[str], length: int, how: str = "documents") -> list[d
 
 
 def rows_by_loop(documents: list[str], length: int) -> list[dict[str, list[int]]]:
-    """One token at a time."""
+    """Pack one token at a time."""
     rows: list[dict[str, list[int]]] = []
     row: dict[str, list[int]] = {"input_ids": [], "position_ids": []}
     for document in documents:
@@ -60,7 +60,7 @@ def rows_by_loop(documents: list[str], length: int) -> list[dict[str, list[int]]
 
 
 def test_the_example_at_the_head_of_the_module():
-    """A, B and C of 3, 1 and 2 tokens: letters without a merge between them."""
+    """The documents A, B and C have 3, 1 and 2 tokens, since no merge joins their letters."""
     a1, a2, a3, b1, c1, c2 = [ids(letter)[0] for letter in "zyxwvu"]
     rows = rows_of(["zyx", "w", "vu"], 4)
 
@@ -182,13 +182,13 @@ def model() -> KVShiftLlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        initializer_range=0.3,  # large enough for a leak to be seen
+        initializer_range=0.3,  # large enough to make a leak visible
     )
     return KVShiftLlamaForCausalLM(config).eval()
 
 
 def batch_of(documents: list[str], how: str) -> dict[str, torch.Tensor]:
-    """All documents in one sequence."""
+    """Return a batch of one sequence that holds all documents."""
     length = sum(len(ids(document)) + 1 for document in documents)
     return collate(list(pack(documents, ENCODER, EOS, length, how)))
 
@@ -224,7 +224,7 @@ def test_concat_loss_is_that_of_the_plain_token_stream(model):
 
 
 def spans_by_loop(before: np.ndarray, after: np.ndarray) -> list[tuple[int, int, int]]:
-    """Every (source, target, length) by which `after` may have come from `before`."""
+    """Return every (source, target, length) of a copied span that could have turned `before` into `after`."""
     length = len(before)
     found = []
     for n in range(16, length // 4 + 1):
@@ -240,10 +240,10 @@ def test_a_span_is_copied_over_a_later_one_in_a_fraction_of_the_sequences():
     tokens = np.arange(96, dtype=np.int32)
     rows = [repeat_spans(tokens, number, 0.25) for number in range(400)]
     changed = [row for row in rows if not np.array_equal(row, tokens)]
-    assert 70 < len(changed) < 130  # 400 draws of 0.25 lie there but once in 1,000 times
+    assert 70 < len(changed) < 130  # 400 draws at 0.25 fall outside once in 1,000 times
     assert np.array_equal(tokens, np.arange(96)), "edited in place"
     found = [spans_by_loop(tokens, row) for row in changed]
-    assert all(len(spans) == 1 for spans in found)  # all tokens differ: the span is known
+    assert all(len(spans) == 1 for spans in found)  # all tokens differ, so there is only one such span
     sources, targets, lengths = map(set, zip(*(spans[0] for spans in found), strict=True))
     assert lengths >= {16, 24}
     assert min(sources) < 8

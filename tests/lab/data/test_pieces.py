@@ -17,7 +17,7 @@ from kvshift.lab.data.packing import encoder
 from kvshift.lab.data.pieces import cut, parts_at_lines, without_long_words
 from kvshift.lab.data.tokenizers import train_bpe
 
-# Runs of white space become tokens of their own, which a cut in the wrong place would split.
+# Runs of white space become single tokens, which a cut in the wrong place would split.
 TEXT = "to be or not to be,\n\n\nthat is\nthe\n\t\tquestion:\r\n\r\n  whether\n \n 't is nobler..\n\nin  the.\n" * 7
 BACKEND = train_bpe(iter([TEXT]), 331).backend_tokenizer.to_str()
 ENCODER = encoder(BACKEND)
@@ -27,7 +27,7 @@ def ids(text: str, name: str) -> list[int]:
     return ENCODERS[name].encode(text, add_special_tokens=False).ids
 
 
-# How tokenizers in use part a text into words, beside GPT-2's own rule.
+# How widely used tokenizers split a text into words, besides GPT-2's rule.
 WORDS = {
     "Llama 3, Qwen": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -84,12 +84,12 @@ def test_cutting_a_document_without_lines_between_letters_does_not_change_its_to
 
     assert "".join(parts) == document
     assert all(len(part) <= 7 for part in parts)
-    if all(exact):  # else there was no such place
+    if all(exact):  # otherwise, some cuts had to be made elsewhere
         assert [token for part in parts for token in ids(part, name)] == ids(document, name)
 
 
 def test_text_without_a_place_to_cut_is_cut_all_the_same():
-    """By any character: memory and the time until Ctrl-C is heard have a bound."""
+    """The cut may be at any character, so memory and the delay of Ctrl-C are bounded."""
     for document in ("a" * (2**22 + 7), " " * 2**22, "a\n" * 5 + "- " * 2**21):
         parts = cut(document)
         assert max(map(len, parts)) <= 2**20
@@ -99,12 +99,12 @@ def test_text_without_a_place_to_cut_is_cut_all_the_same():
 
 
 def test_words_that_a_bpe_learns_from_have_a_bound():
-    """A word is a run of letters, digits, other signs or white space, as byte-level tokenizers have it."""
+    """A word is a run of letters, digits, other signs or white space, as in byte-level tokenizers."""
     for sign in ("a", "語", "7", "-", "_", " ", "\n"):
         long = "be or " + sign * 2500 + "; to"
         parts, longest = without_long_words(long)
         assert "".join(parts) == long
-        assert longest in (2500, 2501)  # with the space before it
+        assert longest in (2500, 2501)  # including the space before it
         assert [len(part) for part in parts][1] == 1024
         words = [word for part in parts for word, _ in pre_tokenizers.ByteLevel(False).pre_tokenize_str(part)]
         assert max(map(len, words)) <= 3 * 1024 + 1  # 語 has three bytes
@@ -113,7 +113,7 @@ def test_words_that_a_bpe_learns_from_have_a_bound():
 
 
 def test_a_megabyte_without_white_space_is_learned_from_in_parts(capsys):
-    """In one piece it takes many minutes."""
+    """Training on it as one word would take many minutes."""
     tokenizer = train_bpe(iter(["to be", "a" * 2**20, "a" * 2**20]), 331)
     assert 512 <= max(map(len, tokenizer.get_vocab())) <= 1024
     said = "tokenizer: the text has a word of 1,048,576 characters; such words are learned from in parts\n"
@@ -121,7 +121,7 @@ def test_a_megabyte_without_white_space_is_learned_from_in_parts(capsys):
 
 
 def test_ctrl_c_is_heard_while_a_bpe_is_trained(monkeypatch):
-    """The library does not look for signals; it works in a thread, and the main thread waits."""
+    """The library does not check for signals, so it runs in a thread while the main thread waits."""
     released, ended = threading.Event(), threading.Event()
 
     def words(text):
@@ -131,7 +131,7 @@ def test_ctrl_c_is_heard_while_a_bpe_is_trained(monkeypatch):
         yield ["to be"]
 
     monkeypatch.setattr("kvshift.lab.data.tokenizers._words", words)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests themselves ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run where it is ignored
     try:
         with pytest.raises(KeyboardInterrupt):
             train_bpe(iter([TEXT]), 331)
@@ -152,7 +152,7 @@ def test_a_fault_of_the_text_comes_out_of_the_training():
 
 
 def test_long_document_is_cut():
-    """Else the test above tests nothing."""
+    """Otherwise, the test above would prove nothing."""
     document = "to be or not to be\n" * 10_000
     parts = cut(document)
 

@@ -1,4 +1,4 @@
-"""Where documents come from, and which of them are held out."""
+"""The sources of documents, and which documents are held out."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_last_documents_are_held_out_where_there_are_many(folder):
     [["ab\ncd\n" * 40], ["x" * 100], ["a\n" * 9, "", "b" * 50], ["one\n", "two\n", "three\n", "four"], ["a", ""]],
 )
 def test_last_characters_are_held_out_where_the_documents_are_few(folder, texts, fraction):
-    """Train and validation are the text parted at one place, none of it lost and none in both."""
+    """The text is split into training and validation at one place; nothing is lost, and nothing is in both."""
     train, validation = load(corpus=write_lines(folder / "a.jsonl", texts), validation_fraction=fraction)
     whole, before = "".join(texts), "".join(train)
 
@@ -131,7 +131,7 @@ def test_stream_keeps_its_first_documents_for_validation(folder, monkeypatch):
 
 
 def test_stream_reads_no_more_than_it_has_to(folder, monkeypatch):
-    """The fault in line 21 shows when the stream gets there."""
+    """The fault in line 21 is only reported when the stream reaches it."""
     monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 5)
     path = folder / "a.jsonl"
     write_lines(path, NAMES[:20])
@@ -145,7 +145,7 @@ def test_stream_reads_no_more_than_it_has_to(folder, monkeypatch):
 
 
 def test_changed_file_is_read_anew(folder):
-    """Of whatever size, by the time of its change."""
+    """A changed file of any size is recognized by its modification time."""
     path = folder / "a.txt"
     for content, time in (("a\n" * 20, 1_000_000_000), ("b\n" * 20, 1_000_000_001), ("b\n" * 21, 1_000_000_001)):
         path.write_text(content)
@@ -172,7 +172,7 @@ def test_other_column_of_the_same_file_is_not_taken_from_the_cache(folder):
 def test_fault_of_a_file_keeps_its_message_through_the_cache(folder):
     (folder / "a.jsonl").write_text('{"text": "a"}\n{')
 
-    for _ in range(2):  # nothing half-read is found the second time
+    for _ in range(2):  # the second attempt finds nothing half-read
         with pytest.raises(LabError, match=r"a\.jsonl, line 2: not JSON"):
             load(corpus=str(folder))
 
@@ -207,7 +207,7 @@ def test_bundled_name_wins_over_a_folder_of_that_name(tmp_path, monkeypatch):
 
 
 class Hub:
-    """Stands in for the hub: `load_dataset("owner/name")` reads a local folder in the layout of a hub repository."""
+    """Replaces the hub: `load_dataset("owner/name")` reads a local folder in the layout of a hub repository."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

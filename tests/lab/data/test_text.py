@@ -1,4 +1,4 @@
-"""From a configuration to sequences: the parts together, the messages, and the same sequences every time."""
+"""From a configuration to sequences: all parts together, their messages, and reproducible sequences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(tmp_path: Path, *, seed: int = 0, **options: Any) -> TextData:
 
 
 def write_documents(path: Path, count: int, words: int = 20) -> str:
-    """Each document of words of its own."""
+    """Write documents that have no words in common, and return their path."""
     lines = [{"text": " ".join(f"w{number}x{word}" for word in range(words))} for number in range(count)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
@@ -55,7 +55,7 @@ def test_bundled_corpus_becomes_sequences(tmp_path):
         [token for part in (data.train, data.validation) for row in tokens(part) for token in row]
     )
     corpus = (files._corpora() / "tinyshakespeare.txt").read_text()
-    assert len(corpus) - len(whole) < 2 * 256 * 8  # all but two tails
+    assert len(corpus) - len(whole) < 2 * 256 * 8  # all text except two tails
     assert whole[:900_000] == corpus[:900_000]
 
 
@@ -119,7 +119,7 @@ def test_stream_resumes_where_its_state_was_taken(tmp_path, folder, monkeypatch)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_number_of_workers_changes_nothing(tmp_path, folder, monkeypatch, streaming):
     monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 3)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # else tokenizers remarks on the fork
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # otherwise, tokenizers warns about the fork
     corpus = write_documents(folder / "a.jsonl", 31)
     data = load(tmp_path, corpus=corpus, vocab_size=300, sequence_length=32, streaming=streaming, packing="documents")
     epochs = []
@@ -149,7 +149,7 @@ print(len(rows), hashlib.sha256(repr(rows).encode()).hexdigest())
 
 @pytest.mark.slow
 def test_processes_that_start_together_get_the_same_sequences(tmp_path, folder, cache):
-    """One cache and one tokenizer folder, both empty at first."""
+    """Both processes use the same cache and the same tokenizer folder, which are empty at first."""
     corpus = write_documents(folder / "a.jsonl", 200)
     environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "common"), "HF_HUB_OFFLINE": "1"}
     arguments = [sys.executable, "-c", DIGEST, corpus, str(tmp_path / "tokenizer")]
@@ -259,7 +259,7 @@ def test_full_disk_is_said_with_the_folder(tmp_path, folder, monkeypatch, cache)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     rows = tokens(load(tmp_path, **options).train)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "other")
-    assert rows == tokens(load(tmp_path, **options).train)  # nothing half-written is taken for whole
+    assert rows == tokens(load(tmp_path, **options).train)  # no half-written file is taken for a complete one
 
 
 def test_cache_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):
@@ -308,6 +308,6 @@ def test_a_real_corpus_with_validation_of_its_own(tmp_path):
     )
     starts = sum(int((row["position_ids"] == 0).sum()) for row in data.train)
 
-    # a sequence begins with position 0, and so do 352 documents, hardly one of them at the head of a sequence
+    # Position 0 begins every sequence and each of 352 documents, hardly any of which is at the head of a sequence.
     assert len(data.train) + 340 <= starts <= len(data.train) + 352
     assert len(data.validation) > 300

@@ -1,4 +1,4 @@
-"""Tokens of text in pieces are those of the whole text, and their bytes are all of its bytes."""
+"""The tokens of a text in pieces equal those of the whole text, and their sizes count all of its bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def document(seed: int, words: int) -> str:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """As Llama 2's and other SentencePiece ones: a space before each text, and characters normalized."""
+    """Return a tokenizer like Llama 2's (SentencePiece): a space before each text, and normalized characters."""
     encode = tokenizers.Tokenizer(models.Unigram())
     encode.normalizer = normalizers.NFKC()
     encode.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -64,7 +64,7 @@ def test_pieces_make_no_difference(kind, monkeypatch):
 
 
 def test_bytes_of_single_tokens():
-    encode = train_bpe(iter(["xy"]), 257).backend_tokenizer  # a token is a byte
+    encode = train_bpe(iter(["xy"]), 257).backend_tokenizer  # each token is one byte
     (part,) = token_stream([("aé🙂 b", True)], encode)
     assert part.last
     assert len(part.ids) == 9

@@ -170,7 +170,7 @@ def test_process_that_comes_second_takes_the_tokenizer_of_the_first(tmp_path, mo
 
 
 def test_half_saved_tokenizer_is_never_seen(tmp_path, monkeypatch):
-    """Killed while saving, as far as another process can tell."""
+    """A save that is killed half-way leaves nothing for another process to find."""
 
     def save_a_part(self: PreTrainedTokenizerFast, folder: Path) -> None:
         folder.mkdir()

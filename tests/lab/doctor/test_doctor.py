@@ -1,4 +1,4 @@
-"""`kvshift doctor` as a user types it."""
+"""`kvshift doctor` on the command line."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PARTS = ["versions", "environment", "devices", "kernels", "backends", "edge suit
 
 @pytest.fixture
 def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter is slow, and users do not have it on."""
+    """Turn off Triton's interpreter, which is slow and not in use on users' machines."""
     monkeypatch.setattr("kvshift.ops.triton.call._IS_INTERPRETED", False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One dtype, for what is not about results."""
+    """Check only two dtypes, in tests that are not about the results."""
     monkeypatch.setattr(doctor_module, "_DTYPES", ("float32", "bfloat16"))
 
 
@@ -66,7 +66,7 @@ def test_json_holds_the_same_parts(capsys, no_interpreter, few):
 
 
 def test_why_the_cpu_kernel_is_missing(capsys, no_interpreter, few, monkeypatch, tmp_path):
-    """In the words of the compiler that was to build it."""
+    """The reason is given in the words of the compiler that failed."""
     (tmp_path / "_kernel.build.txt").write_text("g++ failed; its last lines:\nkernel.cpp:3: error: no\n")
     monkeypatch.setattr(cpu_kernel, "__file__", str(tmp_path / "kernel.py"))
     cpu_kernel._kernels.cache_clear()

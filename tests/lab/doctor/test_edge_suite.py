@@ -1,4 +1,4 @@
-"""The operator's edge suite finds nothing in the backends that run here."""
+"""The operator's edge suite finds no fault in the backends that run here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks of a few questions in the layout of `items`, and models of lm-eval that answer as they are told."""
+"""Benchmarks of a few questions in the layout of `items`, and scripted models for lm-eval."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELLASWAG = [
 ]
 ARC = [
     ("Which one is warm?", ["ice", "fire", "snow", "frost"], 1),
-    ("Which way does it change?", ["more", "less", "more", "not at all"], 3),  # of three choices, one repeated
+    ("Which way does it change?", ["more", "less", "more", "not at all"], 3),  # one of the choices is repeated
     ("Which one is a plant?", ["a dog", "an oak tree", "a very old stone", "air"], 1),
     ("Which one is a metal?", ["wood", "water", "iron", "glass"], 2),
     ("Which one flies?", ["a bird", "a fish", "a worm", "a tree"], 0),
@@ -61,7 +61,7 @@ Ask = Callable[[str, str], float]
 
 
 def write_benchmarks(folder: Path) -> Path:
-    """All of them, in the layout of `items`."""
+    """Write all benchmarks in the layout of `items`, and return their folder."""
     _lines(folder / "lambada" / "lambada_openai.jsonl", [{"context": c, "continuation": w} for c, w in LAMBADA])
     winogrande = [
         {"context_options": [f"{start} {fill}" for fill in fills], "continuation": end, "gold": gold}
@@ -99,12 +99,12 @@ def _table(path: Path, head: list[str], rows: list[Any]) -> None:
 
 
 class Scripted:
-    """Answers with the log-likelihood that a function of context and continuation gives; writes what another gives.
+    """A model whose log-likelihoods and texts are given by functions of the context and the continuation.
 
-    A continuation of log-likelihood 0 is what greedy decoding would write. A token is a byte.
+    A continuation of log-likelihood 0 is the one that greedy decoding would write. A token is a byte.
 
     Attributes:
-        asked: how many requests there were.
+        asked: Number of requests so far.
     """
 
     def __init__(self, likelihood: Ask, write: Callable[[str], str] = str, max_length: int = 10**9) -> None:

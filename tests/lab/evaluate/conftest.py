@@ -21,7 +21,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another kind of model, with a tokenizer of its own."""
+    """The folder of a model of another kind, with another tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "gpt2"
     torch.manual_seed(1)
     sizes = {"n_positions": 96, "n_embd": 24, "n_layer": 1, "n_head": 2}
@@ -32,5 +32,5 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All benchmarks, of a few questions each."""
+    """The folder of all benchmarks, with a few questions each."""
     return write_benchmarks(tmp_path_factory.mktemp("benchmarks"))

@@ -1,4 +1,4 @@
-"""`kvshift eval --tasks`: beside lm-eval's own command, with other batch sizes, after a kill, and with two models."""
+"""`kvshift eval --tasks`: against lm-eval's own command, with other batch sizes, after a kill, and with two models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvshift.lab.variants.variant import ModelVariant
 from ..generation_cases import SHAPE, save_model, tokenizer
 from .benchmark_cases import SHARED, Scripted, needs_shared, write_benchmarks
 
-LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions are given half of that
+LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions get half of these tokens
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_lm_eval_has_the_same_numbers_of_the_same_folder(model, mini, request, m
     names = ("lambada", "winogrande", "hellaswag", "arc_easy", "mmlu", "mmlu_cloze", "cmmlu", "math")
     found = evaluated(folder, mini, tasks=names)["models"][0]["tasks"]
     arguments = {"pretrained": str(folder), "softmax_dtype": "float32"}
-    encode = HFLM(**arguments, device="cpu").tok_encode  # as `lm_eval --model hf` makes it
+    encode = HFLM(**arguments, device="cpu").tok_encode  # created as by `lm_eval --model hf`
 
     def task(name: str) -> Any:
         benchmark = BENCHMARKS[name]
@@ -88,14 +88,14 @@ def test_lm_eval_has_the_same_numbers_of_the_same_folder(model, mini, request, m
         records = prompts(benchmark, read_questions(benchmark.source, str(mini)), fits)
         return make_task(name, list(records), longest_solution=128)
 
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # which asks pip and the drivers
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it would call pip and the drivers
     results = lm_eval.simple_evaluate(
         model="hf",
         model_args=arguments,
         tasks=[task(name) for name in names],
         device="cpu",
         bootstrap_iters=10,
-        task_manager=TaskManager(include_defaults=False),  # whose files it would all read
+        task_manager=TaskManager(include_defaults=False),  # it would read all task files of lm-eval
     )["results"]
     for name in names:
         ours, theirs, metric = found[name], results[name], BENCHMARKS[name].metric
@@ -124,7 +124,7 @@ def test_real_questions_from_end_to_end(name, shifted, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_batch_size_changes_nothing(shifted, mini, tmp_path):
-    """Nor any log-likelihood by more than the rounding of float32."""
+    """Log-likelihoods differ by no more than the rounding of float32."""
     tasks = ("lambada", "winogrande", "hellaswag", "arc_challenge", "cmmlu", "mmlu", "mmlu_cloze", "math")
     found, likelihoods = [], []
     for size in (1, 3, 64):
@@ -153,7 +153,7 @@ class StoppedError(Exception):
 
 
 def test_a_stopped_evaluation_asks_for_the_rest_alone(mini, tmp_path):
-    """Wherever it is stopped, also in the middle of a line."""
+    """The evaluation may be stopped anywhere, also in the middle of a line."""
     questions = read_questions("hellaswag", str(mini))
     likelihood = lambda context, continuation: -float(len(continuation))  # noqa: E731
 
@@ -191,7 +191,7 @@ def test_what_was_answered_is_not_asked_again(shifted, plain, mini, tmp_path, mo
     found = evaluated(shifted, mini, output, plain)
     fresh = evaluated(shifted, mini, tmp_path / "fresh.json", plain)
     assert found["differences"] == fresh["differences"]
-    for model in (0, 1):  # other batches round differently
+    for model in (0, 1):  # batches of other sizes round differently
         assert numbers(found, model) == pytest.approx(numbers(fresh, model), rel=1e-5)
     assert limited["models"][0]["tasks"]["hellaswag"]["items"] == 2
     assert len((tmp_path / "eval.answers.jsonl").read_text().splitlines()) > kept
@@ -263,7 +263,7 @@ def test_variants_that_decode_without_a_cache(name, mini, tmp_path):
     assert found["math"]["items"] == found["hellaswag"]["items"] == 3
 
 
-# What it prints, and refuses
+# Output and refusals
 
 
 def test_the_paper_s_tasks_of_two_models(shifted, plain, mini, tmp_path, capsys):
@@ -289,7 +289,7 @@ def test_the_paper_s_tasks_of_two_models(shifted, plain, mini, tmp_path, capsys)
 
 
 def test_prompts_that_are_too_long_are_said(model_folder, mini, capsys):
-    found = evaluated(model_folder, mini, tasks=("mmlu", "lambada"))["models"][0]["tasks"]  # made for 64 tokens
+    found = evaluated(model_folder, mini, tasks=("mmlu", "lambada"))["models"][0]["tasks"]  # it has 64 positions
     assert found["mmlu"]["shots"] < 5
     assert found["lambada"]["cut"] == 0
     said = capsys.readouterr().err
@@ -312,7 +312,7 @@ def test_prompts_that_are_too_long_are_said(model_folder, mini, capsys):
     ids=str,
 )
 def test_what_is_refused(options, message, shifted, mini, monkeypatch):
-    """Before a model is loaded."""
+    """Options are refused before a model is loaded."""
     monkeypatch.setattr(benchmarking, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
     with pytest.raises(LabError, match=message):
         evaluated(shifted, mini, **options) if "data" not in options else evaluated(shifted, Path(options["data"]))
@@ -334,7 +334,7 @@ def test_what_a_model_is_not_made_for(shifted, model_folder, mini, tmp_path):
         evaluated(model_folder, folder, tasks=("lambada",))
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # it starts a process
 def test_without_lm_eval_it_says_what_to_install(shifted, mini):
     program = """
 import sys

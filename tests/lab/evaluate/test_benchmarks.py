@@ -1,4 +1,4 @@
-"""What models are shown and how they are scored: by hand, by models whose answers are known, and on the real files."""
+"""Prompts and scores of benchmarks: worked by hand, for models whose answers are known, and on the real files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .benchmark_cases import CMMLU, MMLU, SHARED, Scripted, needs_shared
 
 pytestmark = pytest.mark.no_models
 
-# The numbers of questions that were published; of CMMLU those of its repository (its paper says 11,528).
+# The published numbers of questions; for CMMLU, that of its repository (its paper says 11,528).
 PUBLISHED = {
     "lambada": 5153,
     "winogrande": 1267,
@@ -134,7 +134,7 @@ def test_what_is_too_long_loses_whole_examples_the_first_ones_first(mini):
     head, *examples = whole.split("\n\n")
     for kept in range(6):
         expected = "\n\n".join([head, *examples[5 - kept :]])
-        for room in (len(expected) + 2, len(expected) + 2 + (kept < 5)):  # the letter, and a character too few for more
+        for room in (len(expected) + 2, len(expected) + 2 + (kept < 5)):  # one more is too few for another example
             found = shown(mini, "mmlu", room)[0]
             assert (found["prompt"], found["shots"], found["whole"]) == (expected, kept, True)
     assert not shown(mini, "mmlu", len(head) + len(examples[-1]) + 3)[0]["whole"]
@@ -154,11 +154,11 @@ def test_the_names_of_tasks():
         select(["helaswag"])
 
 
-# Models whose score is known
+# Models whose scores are known
 
 
 def right(records: list[dict[str, Any]], name: str) -> Scripted:
-    """Knows every answer, and writes a solution with it."""
+    """Return a model that knows every answer, and writes a solution with it."""
     benchmark, known, solutions = BENCHMARKS[name], set(), {}
     for record in records:
         if benchmark.kind == "beginning":
@@ -173,7 +173,7 @@ def right(records: list[dict[str, Any]], name: str) -> Scripted:
 
 
 def first(records: list[dict[str, Any]], name: str) -> Scripted:
-    """Answers A, or what stands first, whatever is asked."""
+    """Return a model that always answers A, or the first choice."""
     firsts = {
         (record["answers"][0], f" {record['prompt']}")
         if BENCHMARKS[name].kind == "beginning"
@@ -188,7 +188,7 @@ def first(records: list[dict[str, Any]], name: str) -> Scripted:
 
 
 def uniform(records: list[dict[str, Any]], name: str) -> Scripted:
-    """Any byte is as likely as any other."""
+    """Return a model for which all bytes are equally likely."""
     return Scripted(lambda context, continuation: -float(len(continuation.encode())), lambda context: "\\boxed{")
 
 
@@ -201,7 +201,7 @@ def score(folder: Path, name: str, model: Any, limit: int | None = None) -> dict
 
 
 def plain_items(folder: Path, name: str) -> Iterator[tuple[str, list[str], int]]:
-    """Question, choices and gold, read from the files once more, without the package."""
+    """Yield question, choices and gold, read from the files without using the package."""
     if name == "hellaswag":
         with bz2.open(folder / "hellaswag" / "hellaswag_val_full.txt.bz2", "rt", encoding="utf-8") as file:
             while question := file.readline():
@@ -228,7 +228,7 @@ def plain_items(folder: Path, name: str) -> Iterator[tuple[str, list[str], int]]
 
 
 def expected(folder: Path, name: str, who: str, limit: int | None) -> float:
-    """The score that a model must have."""
+    """Return the score that the model must have."""
     source, kind = BENCHMARKS[name].source, BENCHMARKS[name].kind
     if kind == "solution" and who == "first":
         lines = (folder / "math" / "math_test.jsonl").read_text().splitlines()
@@ -236,15 +236,15 @@ def expected(folder: Path, name: str, who: str, limit: int | None) -> float:
     if kind in ("word", "solution"):
         return float(who == "right")
     items = list(plain_items(folder, source))[:limit]
-    if who == "right":  # but for a choice that says the same as one before it, where letters do not tell them apart
+    if who == "right":  # except where an earlier choice has the same text, and no letters distinguish them
         by_letter = "letters" in BENCHMARKS[name].ask.__name__
         return sum(by_letter or choices.index(choices[gold]) == gold for _, choices, gold in items) / len(items)
     guessed = []
     for _, choices, gold in items:
         lengths = [len(choice.encode()) for choice in choices]
         if who == "first" or kind == "beginning" or "letters" in BENCHMARKS[name].ask.__name__:
-            guess = 0  # all the same to one who knows nothing: lm-eval takes the first
-        elif BENCHMARKS[name].metric == "acc_norm":  # log-likelihood by characters; a space stands before each choice
+            guess = 0  # all choices are equally likely: lm-eval takes the first
+        elif BENCHMARKS[name].metric == "acc_norm":  # log-likelihood per character; each choice is preceded by a space
             rates = [-(1 + size) / len(choice) for size, choice in zip(lengths, choices, strict=True)]
             guess = rates.index(max(rates))
         else:
@@ -261,7 +261,7 @@ WHO = {"right": right, "first": first, "uniform": uniform}
 def test_a_model_whose_answers_are_known_has_the_score_it_must(name, who, mini):
     found = score(mini, name, WHO[who])
     assert found["score"] == pytest.approx(expected(mini, name, who, None), rel=1e-12)
-    if who != "uniform":  # one answer is certain, however likelihoods are divided by lengths
+    if who != "uniform":  # one answer is certain, whatever lengths divide the likelihoods
         for metric in set(found) & {"acc", "acc_norm", "acc_bytes"}:
             assert found[metric] == found["score"]
     assert found["items"] == len(read_questions(BENCHMARKS[name].source, str(mini)).tests)
@@ -277,7 +277,7 @@ def test_the_perplexity_of_words(who, mini):
 
 @pytest.mark.parametrize("name", ["mmlu", "mmlu_zero", "cmmlu", "cmmlu_zero"])
 def test_the_mean_over_subjects(name, mini):
-    """Of one who always answers A: each subject counts as much as any other, however many questions it has."""
+    """For a model that always answers A, each subject has the same weight, however many questions it has."""
     rights: dict[str, list[bool]] = {}
     for subject, splits in (MMLU if name.startswith("mmlu") else CMMLU).items():
         rights[subject] = [gold == 0 for _, _, gold in splits["test"]]
@@ -321,14 +321,14 @@ def test_every_subject_of_cmmlu_has_its_chinese_name():
     assert all(pattern.fullmatch(head) for head in heads)
 
 
-# The answer to a problem
+# Answers to MATH problems
 
 
 @pytest.mark.parametrize(
     ("written", "correct"),
     [
         ("so it is $\\boxed{\\frac{1}{2}}$.", True),
-        ("\\boxed{\\frac12}", True),  # as lm-eval normalizes both
+        ("\\boxed{\\frac12}", True),  # lm-eval normalizes both to the same form
         ("\\boxed{0.5}", True),
         ("first \\boxed{3}, then \\boxed{\\frac{1}{2}}", True),
         ("first \\boxed{\\frac{1}{2}}, then \\boxed{3}", False),

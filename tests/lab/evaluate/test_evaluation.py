@@ -1,4 +1,4 @@
-"""`kvshift eval` against a plain loop over AutoModelForCausalLM, and what it says and refuses."""
+"""`kvshift eval` against a plain loop over AutoModelForCausalLM, its output, and what it refuses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def documents(tmp_path: Path) -> list[str]:
 def plain_loop(
     folder: Path, sequences: list[list[int]], window: int, stride: int
 ) -> tuple[list[float], list[int], list[int]]:
-    """Loss, sequence and token of all that is scored, a window at a time: no batch, no padding, no stream."""
+    """Return loss, sequence and token of every scored position, without batches, padding or streams."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     losses, numbers, tokens = [], [], []
     for number, ids in enumerate(sequences):
@@ -126,7 +126,7 @@ def test_it_equals_a_plain_loop(layout, model, model_folder, llama_folder, gpt2_
     assert found["tokens"] == len(losses)
     assert found["loss"] == pytest.approx(np.mean(losses), abs=1e-6, rel=0)
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-6)
-    if layout != "rows as in training":  # whose first tokens, not scored, may be parts of characters
+    if layout != "rows as in training":  # its first tokens are not scored, and may be parts of characters
         assert found["bytes"] == sum(
             len(tokens.convert_ids_to_tokens(id)) for id in scored if id != tokens.eos_token_id
         )
@@ -152,7 +152,7 @@ def test_the_batch_size_changes_nothing(packing, model_folder, documents, tmp_pa
 
 
 def test_a_token_that_the_tokenizer_puts_before_a_text(model_folder, documents, tmp_path):
-    """It is there by default, and never scored itself."""
+    """The token is added by default, and never scored."""
     folder = tmp_path / "begins"
     AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(folder)
     begins = tokenizer()
@@ -206,7 +206,7 @@ def test_paired_differences(model_folder, llama_folder, documents, tmp_path):
         assert pair["high"] - pair["difference"] == pytest.approx(2.1788 * pair["stderr"], rel=1e-4)  # t(0.975, 12)
         assert (same[name]["difference"], same[name]["stderr"]) == (0, 0)
     assert again == ours
-    # paired by hand: losses of documents with the model's own tokens
+    # Paired by hand: the losses of each document, with the models' own tokens.
     per_document = []
     for folder in (model_folder, llama_folder):
         sequences = [tokenizer()(text)["input_ids"] for text in documents]
@@ -251,7 +251,7 @@ def test_long_documents_are_blocks_whichever_the_tokenizer(model_folder, gpt2_fo
     found = evaluated(model_folder, tmp_path, gpt2_folder, batch_size=64)
     expected = sum(-(-len(document.encode()) // 4096) for document in text)
     assert [model["blocks"] for model in found["models"]] == [expected, expected]
-    monkeypatch.setattr(scoring, "_MOST_BLOCKS", 4)  # of which as many as fit are told apart
+    monkeypatch.setattr(scoring, "_MOST_BLOCKS", 4)  # neighbors are merged until at most so many blocks remain
     merged = evaluated(model_folder, tmp_path, gpt2_folder, batch_size=64)
     assert merged["blocks"]["together"] == 2 ** math.ceil(math.log2(expected / 4))
     assert merged["models"][0]["blocks"] == -(-expected // merged["blocks"]["together"])
@@ -268,7 +268,7 @@ def test_one_block_has_no_error(model_folder, tmp_path, capsys):
 
 
 class NoModel:
-    """Knows nothing, and takes no time."""
+    """A model that predicts all tokens with the same probability, and takes no time."""
 
     device = torch.device("cpu")
 
@@ -282,7 +282,7 @@ class NoModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["txt", "jsonl"])
 def test_memory_does_not_grow_with_the_text(form, model_folder, tmp_path, monkeypatch):
-    """One document, and many; what is read, tokenized and scored at once is small against both sizes."""
+    """With one document or many, the parts read, tokenized and scored at once are small against both sizes."""
     monkeypatch.setattr(text_scores, "load_weights", lambda *args, **kwargs: NoModel())
     monkeypatch.setattr("kvshift.lab.data.files._PART_BYTES", 2**13)
     monkeypatch.setattr("kvshift.lab.data.token_stream._BATCH_CHARACTERS", 2**13)
@@ -320,7 +320,7 @@ def test_memory_does_not_grow_with_the_text(form, model_folder, tmp_path, monkey
     ids=str,
 )
 def test_what_is_refused(options, message, model_folder, documents, tmp_path, monkeypatch):
-    """Before a model is loaded."""
+    """Options are refused before a model is loaded."""
     monkeypatch.setattr(text_scores, "load_weights", lambda *args, **kwargs: pytest.fail("too late"))
     with pytest.raises(LabError, match=message):
         evaluate(EvalConfig(**{"model": str(model_folder), "texts": (str(tmp_path / "held_out.jsonl"),)} | options))
@@ -352,7 +352,7 @@ def test_memory_that_does_not_suffice(model_folder, documents, tmp_path, monkeyp
 def test_a_loss_that_is_not_finite(model_folder, documents, tmp_path):
     folder = tmp_path / "broken"
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    model.lm_head.weight.data.mul_(1e38)  # finite, as weights must be; their products are not
+    model.lm_head.weight.data.mul_(1e38)  # finite, as weights must be, while their products are not
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     assert main(["eval", str(folder), str(tmp_path / "held_out.jsonl")]) == 3

@@ -1,4 +1,4 @@
-"""Where the questions of a benchmark come from: the hub gives the same as files, and errors name what is missing."""
+"""The sources of a benchmark's questions: the hub and files give the same, and errors name what is missing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HUB_ROWS: dict[tuple[str, str | None, str], list[dict[str, Any]]] = {
     ("name", "examples"), [("lambada", 0), ("winogrande", 0), ("hellaswag", 0), ("arc_easy", 1), ("math", 1)]
 )
 def test_from_the_hub_they_are_the_same(name, examples, tmp_path, monkeypatch):
-    """By rows as the pages of the data sets describe them; the hub itself is not asked."""
+    """The rows have the form that the pages of the data sets describe; the hub itself is not queried."""
     monkeypatch.setattr(
         datasets, "load_dataset", lambda path, configuration, *, split: HUB_ROWS[path, configuration, split]
     )

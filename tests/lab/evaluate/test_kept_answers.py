@@ -1,4 +1,4 @@
-"""Answers that were kept are there after a disk that was full, and no other."""
+"""After the disk was full, the file holds all answers that were kept, and no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE = '{"key": "0", "answer": "to be"}\n'
 
 @pytest.mark.parametrize("rest", range(0, len(LINE), 6))
 def test_a_disk_that_fills_up_within_an_answer(tmp_path: Path, rest: int) -> None:
-    """The defect: of an answer, a part was written, which nobody was told; the next stood behind it in one line."""
+    """A part of an answer must not stay in the file, where the next answer would be joined to it in one line."""
     output, path = tmp_path / "eval.json", tmp_path / "eval.answers.jsonl"
     with kept_in(output) as kept:
         kept.add("0", "to be")

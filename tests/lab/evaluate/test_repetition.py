@@ -1,4 +1,4 @@
-"""What is repeated, counted by hand and by slow code; `kvshift eval --repetition` from end to end."""
+"""Measures of repetition, by hand and against slow code, and `kvshift eval --repetition` from end to end."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def letters(text: str) -> list[int]:
     ("text", "n", "expected"),
     [
         ("abcd", 1, 0),
-        ("abab", 1, 1 / 2),  # a b of a b a b
-        ("abab", 2, 1 / 3),  # ab ba of ab ba ab
-        ("abab", 3, 0),  # aba bab
+        ("abab", 1, 1 / 2),  # distinct: a b; all: a b a b
+        ("abab", 2, 1 / 3),  # distinct: ab ba; all: ab ba ab
+        ("abab", 3, 0),  # aba bab: no repetition
         ("aaaa", 1, 3 / 4),
         ("aaaa", 2, 2 / 3),
         ("aaaa", 4, 0),
-        ("abcabcabc", 3, 4 / 7),  # abc bca cab of seven
+        ("abcabcabc", 3, 4 / 7),  # distinct: abc bca cab, of seven
         ("abcdabcd", 4, 1 / 5),
         ("abc", 4, 0),
         ("a", 1, 0),
@@ -54,12 +54,12 @@ def test_rep_by_hand(text, n, expected):
     [
         ("xababab", 2),
         ("ababab", 2),
-        ("xabab", None),  # twice
+        ("xabab", None),  # twice only
         ("abababx", None),  # not at its end
         ("abcabcabc", 3),
         ("zabcabcabc", 3),
-        ("bcabcabca", 3),  # the phrase bca
-        ("aaaaaa", 2),  # aa aa aa
+        ("bcabcabca", 3),  # the phrase is bca
+        ("aaaaaa", 2),  # aa three times
         ("aaaaa", None),
         ("baaaaaa", 2),
         ("abcdabcdabcd", 4),
@@ -80,7 +80,7 @@ def test_other_loops():
 
 def test_distinct_by_hand():
     texts = [letters("abab"), letters("abc"), letters("b")]
-    assert distinct(texts, 1).mean == 3 / 8  # a b c of eight tokens
+    assert distinct(texts, 1).mean == 3 / 8  # distinct: a b c, of eight tokens
     assert distinct(texts, 2).mean == 3 / 8  # ab ba bc
     assert distinct(texts, 4).mean == 1 / 8
     assert distinct([[], []], 1).mean == 0
@@ -157,7 +157,7 @@ def parts(text: Path, length: int = 22) -> list[list[int]]:
 
 
 def plain_greedy(model: Any, prompt: list[int], penalty: float) -> list[int]:
-    """Token by token, without a cache; logits of what has occurred divided by the penalty, or multiplied below zero."""
+    """Decode without batches and cache; the penalty divides positive logits of seen tokens, and multiplies others."""
     ids = list(prompt)
     while len(ids) < len(prompt) + 17:
         with torch.no_grad():
@@ -227,7 +227,7 @@ def test_one_prompt_has_no_error(model_folder, text, capsys):
 
 
 def test_a_model_that_repeats_is_seen_to(model_folder, text, tmp_path):
-    """Where each token is followed by itself, every continuation is a loop; the penalty ends it."""
+    """Where each token predicts itself, every continuation is a loop, and the penalty ends it."""
     folder = tmp_path / "repeating"
     model = LlamaForCausalLM.from_pretrained(save_model(folder, LlamaForCausalLM))
     with torch.no_grad():
@@ -250,7 +250,7 @@ class StoppedError(Exception):
 
 
 def test_a_stopped_command_continues_the_rest_alone(model_folder, llama_folder, text, monkeypatch):
-    """Wherever it is stopped, also in the middle of a line; draws are those of a command without a stop."""
+    """The command may be stopped anywhere, also in the middle of a line; draws equal those of an uninterrupted one."""
     made = 0
     most = None
 
@@ -280,7 +280,7 @@ def test_a_stopped_command_continues_the_rest_alone(model_folder, llama_folder, 
         found.append(measured(model_folder, text, llama_folder, **options))
         assert made == 2 * 4 * 2  # models, decodings, batches
     assert found[0]["models"] == found[1]["models"] == found[2]["models"]
-    most = made  # which is none any more
+    most = made  # from here on, any further batch raises
     assert measured(model_folder, text, llama_folder, **options)["models"] == found[0]["models"]
     with pytest.raises(StoppedError):
         measured(model_folder, text, llama_folder, **options, seed=1)
@@ -304,7 +304,7 @@ def test_a_stopped_command_continues_the_rest_alone(model_folder, llama_folder, 
     ids=str,
 )
 def test_what_is_refused(options, message, model_folder, text, monkeypatch):
-    """Before a model is loaded."""
+    """Options are refused before a model is loaded."""
     monkeypatch.setattr(continuations, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
     given = {"model": str(model_folder), "texts": (str(text),), "repetition": True, **PROMPTS, **options}
     with pytest.raises(LabError, match=message):

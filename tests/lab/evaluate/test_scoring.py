@@ -1,4 +1,4 @@
-"""Windows worked out by hand, and beside the sequences of training."""
+"""Windows worked out by hand, and compared with the sequences of training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvshift.lab.evaluate.scoring import sequences, windows
 
 
 def cut(letters: str, stride: int, **options) -> str:
-    """As the head of `scoring` draws them: each window with what is scored of it in capitals, `$` and `^` put there."""
+    """Return the windows of a text, with scored tokens in capitals; `^` and `$` are inserted tokens."""
     ids = [np.array([ord(letter) for letter in document], np.int64) for document in letters.split()]
     stream = [Tokens(row[:2], np.ones_like(row[:2]), len(row) <= 2) for row in ids[:1]]
     stream += [Tokens(row[2:], np.ones_like(row[2:]), True) for row in ids[:1] if len(row) > 2]
@@ -51,7 +51,7 @@ def test_documents_apart_and_as_one_sequence():
 
 
 def test_bytes_and_blocks():
-    """Blocks of 3 bytes: a token belongs to the one that it begins in, a separator to the one before."""
+    """With blocks of 3 bytes, a token belongs to the block where it begins, a separator to the block before."""
     stream = [
         Tokens(np.array([1, 2]), np.array([2, 2]), False),
         Tokens(np.array([3, 4, 5]), np.array([2, 1, 0]), True),
@@ -75,6 +75,6 @@ def test_with_the_window_as_stride_they_are_the_sequences_of_training():
     found = list(windows(sequences(stream, begin=None, separator=eos), length=7, stride=7))
     rows = list(pack(documents, encode, eos, 7, "concat"))
     assert len(rows) >= 3
-    for window, row in zip(found, rows, strict=False):  # training leaves out an end that fills no sequence
+    for window, row in zip(found, rows, strict=False):  # training drops an end that fills no sequence
         np.testing.assert_array_equal(window.ids, row["input_ids"])
         assert len(window.sizes) == 6

@@ -1,4 +1,4 @@
-"""The whole path of `kvshift eval --tasks` on a model that has learned language: scores far above chance."""
+"""`kvshift eval --tasks` from end to end on a trained language model: its scores are far above chance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 200
 
 
 def guessed_words() -> float:
-    """The best score on LAMBADA of one who always says the same word, or draws a word of each passage, by counting."""
+    """Return the best score on LAMBADA of always giving one word, or drawing a word of each passage, by counting."""
     asked = read_questions("lambada", str(SHARED)).tests[:LIMIT]
     pairs = [(item.question.split(), item.answers[item.gold].strip()) for item in asked]
     always = Counter(word for _, word in pairs).most_common(1)[0][1] / LIMIT

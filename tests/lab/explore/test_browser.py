@@ -1,6 +1,6 @@
 """The page in a real Chromium: what it computes, how it is used, and how it looks.
 
-`make test-browser` runs these. With KVSHIFT_SCREENSHOTS=FOLDER they leave pictures of the page there.
+`make test-browser` runs these tests. With KVSHIFT_SCREENSHOTS=FOLDER they leave screenshots of the page there.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page over two models with the same tokenizer, without and with shift, made as that of large ones."""
+    """The folder of a page for two models, without and with shift, built in the way of large models."""
     try:
         runtime_folder(lambda text: None)
     except LabError as error:
-        if not isinstance(error.__cause__, OSError):  # it was had, and is wrong
+        if not isinstance(error.__cause__, OSError):  # it was downloaded, and is wrong
             raise
         pytest.skip(str(error))
     place = tmp_path_factory.mktemp("explore")
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, targets in (("plain", ()), ("shifted", ("k", "v")))
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watched_program, "_INSIDE", 0)  # as large models: weights beside the programs
+        patch.setattr(watched_program, "_INSIDE", 0)  # large models have their weights beside the programs
         explore(ExploreConfig(models=tuple(map(str, models)), out=place / "page", text=PROMPTS[0]))
     return place
 
@@ -95,7 +95,7 @@ def browser() -> Iterator[Any]:
 
 
 class Tab:
-    """The page in a tab, and all that it requested and logged."""
+    """The page in a tab, with everything that it requested and logged."""
 
     def __init__(self, browser: Any, address: str, size: str = "wide", scheme: str = "light") -> None:
         width, height = SIZES[size]
@@ -112,11 +112,11 @@ class Tab:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until all that was asked for is computed and drawn."""
+        """Wait until all pending results are computed and drawn."""
         deadline = time.monotonic() + 120
         while not self.read(
             "globalThis.explorer?.isSettled()"
-        ):  # wait_for_function evaluates text, which the page forbids
+        ):  # wait_for_function evaluates a string, which the page forbids
             assert time.monotonic() < deadline, self.page.inner_text("#status")
             self.page.wait_for_timeout(20)
 
@@ -157,7 +157,7 @@ def test_tokens_and_probabilities_are_those_of_pytorch(tab: Tab, folder: Path):
 
 
 def test_coefficients_are_inputs(tab: Tab, folder: Path):
-    """A slider moves a coefficient of one head: logits, attention and scores are those of a model that has it."""
+    """After a slider changes one coefficient, predictions and scores equal those of a model that has it."""
     tab.page.locator("#models article").nth(1).locator("input[type=range]").first.fill("-0.5")
     tab.settle()
     chosen = tab.read("explorer.chosen(1)")
@@ -188,10 +188,10 @@ def test_coefficients_are_inputs(tab: Tab, folder: Path):
 
 
 def test_keyboard(tab: Tab):
-    """Tokens, heads and coefficients are reached and moved without a pointer."""
+    """Tokens, heads and coefficients can be reached and changed without a pointer."""
     page = tab.page
     page.focus("#text")
-    for _ in range(12):  # past the examples
+    for _ in range(12):  # skip the examples
         page.keyboard.press("Tab")
         if tab.read("document.activeElement.parentElement.id") == "tokens":
             break
@@ -279,7 +279,7 @@ NAMELESS = """() => [...document.querySelectorAll("button, input, select, textar
 
 
 def look(found: Tab, address: str, name: str) -> None:
-    """What must hold of every page: requests, console, nothing hidden that shows, width, contrast, names."""
+    """Check a page: its requests and console, hidden elements, width, contrast, and accessible names."""
     assert found.faults == []
     assert found.page.locator("[hidden]:visible").count() == 0
     assert all(url.startswith((address, "data:")) for url in found.requests), found.requests
@@ -299,7 +299,7 @@ def test_looks(browser: Any, address: str, size: str, scheme: str):
 
 
 def test_the_lesson(browser: Any, lesson: str):
-    """Who copies is said of each model, with both figures in the first view, which does not move when they come."""
+    """Each model's text states if it copies; the first view holds both figures, and does not move when they come."""
     tab = Tab(browser, lesson)
     stories = tab.page.locator(".story")
     boxes = [stories.nth(number).bounding_box() for number in (0, 1)]

@@ -1,4 +1,4 @@
-"""`kvshift explore`: what is refused before anything is written."""
+"""`kvshift explore`: errors that come before anything is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_tokenizer(folder: Path, **options: Any) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: Any, code: int = 2) -> str:
-    """The message of a call that writes nothing."""
+    """Return the message of a call that fails and writes nothing."""
     out = tmp_path / "page"
     assert main(["explore", *map(str, arguments), "--out", str(out)]) == code
     assert not out.exists()
@@ -61,7 +61,7 @@ def test_more_than_a_page_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture
     monkeypatch.setattr(exploring, "_LARGE", 1e3)
     monkeypatch.setattr(exploring, "_MOST", 1e4)
     message = refused(capsys, tmp_path, model)
-    assert "in the browser" in message.splitlines()[0]  # said before it is refused
+    assert "in the browser" in message.splitlines()[0]  # printed before the refusal
     assert "more than a page can hold" in message
 
 

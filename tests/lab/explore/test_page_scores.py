@@ -1,4 +1,4 @@
-"""The page's `scores.js` and `contents.js` compute what `head_scores` does, and `story.js` knows a copy."""
+"""The page's `scores.js` and `contents.js` compute the same as `head_scores`, and `story.js` recognizes a copy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_a_key_is_made_of(tmp_path: Path):
     expected = shares(layer["alpha"], 4) * torch.tensor([[1, -1], [1, -1], [1, 1], [1, 1]])  # a share keeps its sign
     torch.testing.assert_close(torch.tensor(found), expected)
     assert [(part["position"], part["lag"]) for part in at_5] == [(5, 0), (4, 1)]
-    assert [part["position"] for part in at_0] == [0]  # nothing comes before the first
+    assert [part["position"] for part in at_0] == [0]  # nothing precedes the first token
     assert unshifted == [1]
 
 
@@ -61,11 +61,11 @@ def test_signs_of_numbers(tmp_path: Path):
 
 
 def test_what_is_a_copy(tmp_path: Path):
-    """What followed an earlier occurrence of the last token, whichever, whatever its probability; None: it is new."""
+    """A copy followed any earlier occurrence of the last token, whatever its probability; None if that token is new."""
     expected = {
         ("thecatsatonthe", "c"): True,
         ("thecatsatonthe", "a"): False,
-        ("abacada", "b"): True,  # not the latest
+        ("abacada", "b"): True,  # the latest occurrence is followed by another
         ("abacada", "d"): True,
         ("abacada", "a"): False,
         ("aa", "a"): True,

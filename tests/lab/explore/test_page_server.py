@@ -1,4 +1,4 @@
-"""The server of a page."""
+"""The server of a page that `kvshift explore` wrote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvshift.lab.explore.page_server import page_server
 
 
 def test_the_server(tmp_path: Path):
-    """On the loopback address, with the types that browsers insist on."""
+    """The server uses the loopback address, and the MIME types that browsers require."""
     for name in ("a.js", "a.mjs", "a.wasm"):
         (tmp_path / name).write_bytes(b"x")
     with page_server(tmp_path) as server:

@@ -1,4 +1,4 @@
-"""The page's `tokenizer.js` gives the tokens that the library gives; what it cannot is refused by name."""
+"""The page's `tokenizer.js` gives the same tokens as the library; other tokenizers are refused by name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def digits() -> PreTrainedTokenizerFast:
 
 
 def normalized() -> PreTrainedTokenizerFast:
-    """As Qwen's, with added tokens and a token before every text."""
+    """Return a tokenizer like Qwen's, with added tokens and a token before every text."""
     tokenizer = byte_level(split=LLAMA3)
     backend = tokenizer.backend_tokenizer
     backend.normalizer = normalizers.NFC()
@@ -103,10 +103,10 @@ def test_two_hundred_strings(name: str, tmp_path: Path):
     assert len(expected) == 200
     for text, found, right in zip(strings(), ids, expected, strict=True):
         assert found == right, text
-    assert len({tuple(line) for line in ids}) > 100  # not all alike
+    assert len({tuple(line) for line in ids}) > 100  # the texts differ
     if name == "GPT-2":
         assert ["".join(line) for line in texts[1:6]] == WORDS[:5]
-        assert "".join(texts[7]) == "I'⟨c5⟩⟨bf⟩"  # bytes of one character in two tokens
+        assert "".join(texts[7]) == "I'⟨c5⟩⟨bf⟩"  # two tokens hold the bytes of one character
 
 
 @pytest.mark.parametrize(

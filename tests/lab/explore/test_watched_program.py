@@ -1,4 +1,4 @@
-"""The program that a page runs: coefficients are inputs, attention of every head is an output."""
+"""The program that a page runs: coefficients are inputs, and the attention of every head is an output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..generation_cases import save_model
 
 
 def attentive_model(**options: Any) -> Any:
-    """One that returns probabilities."""
+    """Return a model that outputs attention probabilities."""
     model = tiny_model(**options)
     model.set_attn_implementation("eager")
     return model
@@ -27,7 +27,7 @@ def attentive_model(**options: Any) -> Any:
 
 @pytest.mark.parametrize("constraint", ["free", "gate", "clamp"])
 def test_coefficients_are_arguments(constraint: str):
-    """With its own coefficients a model computes what it did; with others, what a model of those does."""
+    """With its own coefficients a model is unchanged; with others, it computes the same as a model that has them."""
     model = attentive_model(shift_constraint=constraint)
     ids = torch.randint(3, 61, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_a_model_without_shift(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_program_computes_what_the_model_does(inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A small one with its weights, and a large one, which is not simplified, with its weights beside it."""
+    """A small program contains its weights; a large one is not simplified, and has its weights in a second file."""
     monkeypatch.setattr(watched_program, "_INSIDE", 1e9 if inside else 0)
     watched = WatchedModel(attentive_model(num_hidden_layers=1))
     write_watched(watched, tmp_path / "model.onnx")

@@ -1,4 +1,4 @@
-"""ONNX Runtime for WebAssembly: downloaded once, and compared with its SHA-256."""
+"""ONNX Runtime for WebAssembly is downloaded once, and compared with its SHA-256."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvshift.lab.explore import web_runtime
 
 @pytest.fixture
 def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of an archive that stands for that of the registry; the cache is empty."""
+    """The address of an archive that replaces the registry's; the cache is empty."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(web_runtime, "FILES", {"a.mjs": hashlib.sha256(b"code").hexdigest()})
     path = tmp_path / "runtime.tgz"

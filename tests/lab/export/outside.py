@@ -1,6 +1,6 @@
-"""What users do with a folder that brings its own code. Run by the tests, and where kvshift cannot be imported.
+"""Uses of a folder that brings its own code, run by the tests, and where kvshift cannot be imported.
 
-python outside.py FOLDER OUT writes tensors, and what else is to be known, to OUT.
+python outside.py FOLDER OUT writes tensors and facts about the folder to OUT.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def prompts() -> list[Tensor]:
 
 
 def padded(side: str = "left") -> tuple[Tensor, Tensor]:
-    """All prompts in one batch, and its mask."""
+    """Return all prompts in one batch, and its mask."""
     longest = max(LENGTHS)
     spare = [(longest - n, 0) if side == "left" else (0, longest - n) for n in LENGTHS]
     ids = [torch.nn.functional.pad(prompt, pad, value=3) for prompt, pad in zip(prompts(), spare, strict=True)]
@@ -34,7 +34,7 @@ def padded(side: str = "left") -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def inference(model: Any) -> dict[str, Tensor]:
-    """Logits and tokens, by how they were asked for."""
+    """Return logits and tokens, by the way in which they were computed."""
     found: dict[str, Tensor] = {}
     tokens: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 3}
     for i, prompt in enumerate(prompts()):
@@ -66,7 +66,7 @@ def inference(model: Any) -> dict[str, Tensor]:
 
 
 def training(model: Any, place: Path) -> Tensor:
-    """The losses of a few steps of Trainer."""
+    """Return the losses of a few steps of Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Losses(TrainerCallback):
@@ -88,7 +88,7 @@ def training(model: Any, place: Path) -> Tensor:
 
 
 def adapter(model: Any, place: Path) -> dict[str, Tensor]:
-    """Logits with LoRA and coefficients trained, the same after they were saved and loaded, and the gradients."""
+    """Return logits with trained LoRA and coefficients: in memory, after saving and loading, and merged."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     plain = copy.deepcopy(model)
@@ -120,7 +120,7 @@ def main(folder: str, out: Path) -> None:
 
     try:
         there = importlib.util.find_spec("kvshift") is not None
-    except ValueError:  # blocked by None in sys.modules
+    except ValueError:  # None in sys.modules blocks the import
         there = False
     assert not there, "kvshift can be imported"
 

@@ -1,4 +1,4 @@
-"""`kvshift export`, whatever the format: what is refused, and that a folder is there whole or not at all."""
+"""`kvshift export` in every format: what is refused, and that a folder is complete or absent."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_folders_and_options_that_are_refused(saved: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("options", [CODE, PROGRAMS], ids=["code", "programs"])
 def test_a_model_that_computes_what_is_not_finite_is_said_so(options: dict[str, bool], saved: Path, tmp_path: Path):
-    """Not its copy."""
+    """The message blames the model itself, not its copy."""
     model = load_weights(saved, device="cpu")
     model.get_output_embeddings().weight.data.fill_(3e38)
     model.save_pretrained(saved)

@@ -1,4 +1,4 @@
-"""`kvshift export --format mlx`: mlx-lm computes what the model does, or it is refused by name."""
+"""`kvshift export --format mlx`: mlx-lm computes the same as the model, or the model is refused with the reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_mlx_computes_what_the_model_does(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("options", [{}, {"shift_window": 3, "shift_targets": ("k",), "tie_word_embeddings": True}])
 def test_prompts_in_chunks_and_in_batches(options: dict[str, Any], tmp_path: Path):
-    """The last raw keys and values are kept from chunk to chunk, and padding is no predecessor."""
+    """The last raw keys and values are passed from chunk to chunk, and padding is no predecessor."""
     import mlx.core as mx
     from mlx_lm.generate import BatchGenerator, generate_step
     from mlx_lm.utils import load_model

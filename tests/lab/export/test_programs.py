@@ -1,4 +1,4 @@
-"""`kvshift export`: programs of tensors alone, which generate what the model generates."""
+"""`kvshift export`: programs with only tensors as inputs and outputs generate the same as the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEW_TOKENS = 9
 
 
 def batch(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Prompts of these lengths, padded on the left, and their mask."""
+    """Return prompts of these lengths, padded on the left, and their mask."""
     ids = torch.randint(3, 61, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
     mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - length for length in lengths]).long()
     return ids, mask
@@ -45,7 +45,7 @@ def generated(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def as_programs(model: Any) -> tuple[Program, Program]:
-    """What is traced, not traced."""
+    """Return the module that would be traced as both programs, without tracing it."""
     module = programs._Tensors(model)
 
     @torch.no_grad()
@@ -57,7 +57,7 @@ def as_programs(model: Any) -> tuple[Program, Program]:
 
 @pytest.mark.parametrize("family", TINY)
 def test_what_is_traced_generates_what_the_model_does(family: str):
-    """Before any exporter: padding, lengths, and for every family its own positions, windows and projections."""
+    """Before any export: padding, lengths, and each family's own positions, windows and projections."""
     model = shifted(family, torch.float64)
     for lengths in ((7,), (1,), (3, 11, 1)):
         ids, mask = batch(*lengths)
@@ -88,7 +88,7 @@ def test_what_is_carried(options: dict[str, Any], names: list[str]):
 
 
 def test_rows_decide():
-    """A past without its raw rows would continue otherwise: the tests above would see it."""
+    """If the past lost its raw rows, the continuation would differ, and the tests above would show it."""
     model = tiny_model()
     run, _ = as_programs(model)
 
@@ -101,7 +101,7 @@ def test_rows_decide():
 
 @dataclass(frozen=True)
 class Exported:
-    """A model, the folder that the command made of it, and what it said."""
+    """A model, the folder that the command exported it to, and the command's messages."""
 
     model: Any
     folder: Path
@@ -113,7 +113,7 @@ class Exported:
 
 @pytest.fixture(scope="module", params=["onnx", "pt2"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """With QK-norm and a sliding window, exported once, as that takes up to a minute."""
+    """A model with QK-norm and a sliding window, exported only once, as that takes up to a minute."""
     form = request.param
     folder = tmp_path_factory.mktemp("export")
     source, out = save_model(folder / "model", qk_norm=True, sliding_window=6), folder / "exported"
@@ -137,7 +137,7 @@ class TestExported:
         assert {f"prefill.{form}", f"decode.{form}", "tokenizer.json", "generation_config.json"} <= files
 
     def test_twenty_prompts_of_different_lengths(self, exported: Exported):
-        """One after another in the same two programs: nothing of a prompt is left in them."""
+        """The prompts run one after another in the same two programs, which keep nothing of a prompt."""
         for length in range(1, 21):
             ids, mask = batch(length, seed=length)
             found = greedy(exported.prefill, exported.decode, ids, mask, NEW_TOKENS)
@@ -173,7 +173,7 @@ class TestExported:
         mask = torch.ones(1, 8, dtype=torch.long)
         with pytest.raises(Exception, match=r"shift_(key|value)") as refused:
             exported.decode({"input_ids": ids[:, :1], "attention_mask": mask, **past})
-        says = {"onnx": "Got: 2 Expected: 1", "pt2": "size()[1] == 1"}  # the rows that it has, or that it expects
+        says = {"onnx": "Got: 2 Expected: 1", "pt2": "size()[1] == 1"}  # the number of rows that it got, or expected
         assert says[exported.form] in str(refused.value)
 
     def test_a_check_finds_other_weights(self, exported: Exported):
@@ -185,7 +185,7 @@ class TestExported:
             check_programs(exported.folder, exported.form, prompts, compute(other, prompts))
 
     def test_what_the_page_says(self, exported: Exported, monkeypatch: pytest.MonkeyPatch):
-        """Its loop runs as pasted and gives the tokens that `generate` gives; a .pt2 file needs torch alone."""
+        """The loop of the page runs as pasted and gives the tokens of `generate`; a .pt2 file needs only torch."""
         monkeypatch.chdir(exported.folder.parent)
         if exported.form == "onnx":
             the_loop_of_the_page(exported.model)

@@ -37,7 +37,7 @@ FILE = "modeling_kvshift_llama.py"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the package, with every target shifted by a window of 3, and QK-norm."""
+    """The folder of a model of the package, with every target shifted by a window of 3, and QK-norm."""
     folder = tmp_path_factory.mktemp("saved") / "model"
     options: dict[str, Any] = {"shift_targets": ("q", "k", "v"), "shift_window": 3, "qk_norm": True}
     save_model(folder, hidden_size=48, num_attention_heads=4, num_key_value_heads=2, **options)
@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with its code."""
+    """The folder of the same model with its code."""
     folder = tmp_path_factory.mktemp("exported") / "model"
     model = KVShiftLlamaForCausalLM.from_pretrained(saved)
     model.save_pretrained(folder)
@@ -57,7 +57,7 @@ def exported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model by the code in its folder; the Auto classes would take the package's, as it is installed here."""
+    """Load the model with the code in its folder; Auto classes would take the installed package's."""
     name = json.loads((folder / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
     made = get_class_from_dynamic_module(name, str(folder))
     assert made.__module__.startswith("transformers_modules.")
@@ -73,7 +73,7 @@ def test_it_computes_what_the_package_does(saved: Path, exported: Path):
 
 
 def same(found: Tensor, expected: Tensor, name: str) -> None:
-    """Tokens to the bit, logits but for rounding."""
+    """Assert that tokens are equal, and logits equal up to rounding."""
     if expected.is_floating_point():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda said: f"{name}: {said}")
     else:
@@ -81,7 +81,7 @@ def same(found: Tensor, expected: Tensor, name: str) -> None:
 
 
 def test_it_refuses_what_the_package_does(exported: Path, monkeypatch: pytest.MonkeyPatch):
-    """An unknown argument, a cache that keeps nothing; it warns of a version of transformers that is not tested."""
+    """The code refuses unknown arguments and a cache that stores nothing, and warns of untested versions."""
     model, ids = loaded(exported), torch.tensor([[5, 6, 7]])
     with pytest.raises(TypeError, match="unknown argument foo: nothing in KVShiftLlamaModel takes it"):
         model(ids, foo=1)
@@ -98,7 +98,7 @@ def test_it_refuses_what_the_package_does(exported: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("family", [name for name in TINY if "," not in name])
 def test_the_file(family: str):
-    """Short, with its source at the head; it imports no kvshift, and has the classes that it names."""
+    """The file is short, begins with its source, does not import kvshift, and has the classes that it names."""
     name, text, auto_map = generate_code(shifted(family))
     assert text.count("\n") < MOST_LINES
     head = text.splitlines()[:3]
@@ -111,7 +111,7 @@ def test_the_file(family: str):
         for alias in node.names
     }
     tops = {module.split(".")[0] for module in imported} - set(sys.stdlib_module_names)
-    of_transformers = {"huggingface_hub", "packaging"}  # which it needs itself
+    of_transformers = {"huggingface_hub", "packaging"}  # dependencies of transformers
     assert tops == {"torch", "transformers"} | of_transformers
     assert set(auto_map) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"}
     made: dict[str, Any] = {"__name__": "made"}
@@ -127,7 +127,7 @@ def test_the_file(family: str):
 
 @pytest.mark.slow
 def test_the_same_bytes_in_another_process():
-    """Neither the order of a set nor a path gets into the file."""
+    """The file depends neither on the order of a set nor on a path."""
     code = (
         "from kvshift.lab.export.remote_code import generate_code\n"
         "from kvshift.models.llama import *\n"
@@ -144,7 +144,7 @@ def test_the_same_bytes_in_another_process():
 
 
 def test_a_retrofitted_family_computes_the_same(tmp_path: Path):
-    """Gemma 3, whose layers differ in their windows and rotary tables; of one model there is one text."""
+    """The layers of Gemma 3 differ in windows and rotary tables; the same model always gives the same file."""
     model = shifted("Gemma 3")
     model.save_pretrained(tmp_path)
     written = write_code(model, tmp_path)
@@ -166,13 +166,13 @@ def test_a_model_of_no_known_family_is_refused():
 
 @pytest.fixture(scope="module")
 def elsewhere(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `outside.py` finds in a virtual environment that has torch and transformers, but no kvshift."""
+    """The results of `outside.py` in a virtual environment with torch and transformers, but without kvshift."""
     place = tmp_path_factory.mktemp("elsewhere")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
     python = place / "venv" / "bin" / "python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
-    # The packages of this environment; its own .pth files, kvshift's among them, are not read from there.
+    # The packages of this environment. Its .pth files, kvshift's among them, are not read from there.
     (Path(packages) / "packages.pth").write_text(sysconfig.get_path("purelib"))
     out = place / "out"
     out.mkdir()
@@ -238,14 +238,14 @@ def test_the_command(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
 
 
 def test_the_code_in_the_folder_is_what_is_loaded(exported: Path):
-    """Where it is asked for; the Auto classes know the model type from the package."""
+    """The code is loaded with trust_remote_code only; otherwise, Auto classes know the model type from the package."""
     for trusted, place in ((True, "transformers_modules."), (False, "kvshift.models.llama.")):
         assert type(load_weights(exported, trust_remote_code=trusted)).__module__.startswith(place)
 
 
 @pytest.mark.slow
 def test_a_file_that_computes_something_else_is_found(saved: Path, exported: Path, tmp_path: Path):
-    """The state of the shift thrown away: only generation is wrong."""
+    """Without the state of the shift, only generation is wrong."""
     folder = tmp_path / "model"
     model = KVShiftLlamaForCausalLM.from_pretrained(saved).eval()
     model.save_pretrained(folder)
@@ -260,7 +260,7 @@ def test_a_file_that_computes_something_else_is_found(saved: Path, exported: Pat
 
 
 def test_a_last_token_does_not_end_the_comparison(saved: Path):
-    """Every token of a prompt's answer is the last one, by the model's own settings."""
+    """The model's generation config declares every token of one answer an end token."""
     model, prompts = KVShiftLlamaForCausalLM.from_pretrained(saved).eval(), outside.prompts()
     expected = compute(model, prompts)
     own = model.generation_config

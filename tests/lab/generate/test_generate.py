@@ -1,4 +1,4 @@
-"""`kvshift generate`: every sequence as it would be alone, each fault named."""
+"""`kvshift generate`: each sequence is generated as if it were alone, and errors name their cause."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..generation_cases import PROMPTS, batch_config, lines, save_model, tokeniz
 
 @pytest.fixture(scope="module")
 def greedy(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Answers to all prompts."""
+    """The answers to all prompts."""
     config = batch_config(model_folder, tmp_path_factory.mktemp("greedy"))
     generate(config)
     return lines(config.output)
@@ -40,7 +40,7 @@ def texts(path: Path | list[dict[str, Any]]) -> list[str]:
     return [line["text"] for line in (lines(path) if isinstance(path, Path) else path)]
 
 
-# What is generated
+# Generated text
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def texts(path: Path | list[dict[str, Any]]) -> list[str]:
 )
 def test_sequences_of_a_batch_are_as_alone(model_folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     config = batch_config(model_folder, tmp_path, **options)
-    if "samples" in options:  # draws differ from batch to batch; what is drawn must at least belong to its prompt
+    if "samples" in options:  # draws depend on the batch, but must belong to their prompt
         generate(config)
         found = [(line["index"], line["sample"], line["prompt"]) for line in lines(config.output)]
         assert found == [(n, sample, prompt) for n, prompt in enumerate(PROMPTS) for sample in (0, 1)]
@@ -84,7 +84,7 @@ def test_greedy_is_what_transformers_generates(model_folder: Path, greedy: list[
 
 
 def test_a_text_that_the_model_ends(model_folder: Path, tmp_path: Path) -> None:
-    """The model below says nothing but the token that ends a text, after a first other one."""
+    """The third generated token becomes the token that ends a text."""
     folder = shutil.copytree(model_folder, tmp_path / "ends")
     model = KVShiftLlamaForCausalLM.from_pretrained(folder)
     generated = model.generate(torch.tensor([tokenizer()("to be")["input_ids"]]), max_new_tokens=4, do_sample=False)
@@ -106,7 +106,7 @@ def test_draws_follow_the_seed(model_folder: Path, tmp_path: Path) -> None:
         config = dataclasses.replace(config, output=tmp_path / name)
         before = torch.get_rng_state()
         generate(config)
-        assert torch.equal(torch.get_rng_state(), before)  # the caller's own draws are left alone
+        assert torch.equal(torch.get_rng_state(), before)  # the caller's random state is unchanged
         drawn[name] = texts(config.output)
     assert drawn["a"] == drawn["b"]
     assert all(one != other for one, other in zip(drawn["a"], drawn["c"], strict=True))
@@ -119,14 +119,14 @@ def test_draws_follow_the_seed(model_folder: Path, tmp_path: Path) -> None:
 def test_what_gives_the_greedy_text(
     model_folder: Path, greedy: list[dict[str, Any]], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """At its extreme each option of sampling leaves the likeliest token alone; a lookup is a draft of it."""
+    """At its extreme, each sampling option leaves only the likeliest token; prompt lookup only drafts it."""
     temperature = 0.0 if "prompt_lookup" in options else 1.0
     generate(config := batch_config(model_folder, tmp_path, **{"temperature": temperature, **options}))
     assert texts(config.output) == texts(greedy)
 
 
 def test_all_tokens_are_drawn_from_unless_told_otherwise(model_folder: Path, tmp_path: Path) -> None:
-    """Transformers' own default is the 50 likeliest; at a high temperature more come as the first."""
+    """Transformers samples from the 50 likeliest tokens by default; at a high temperature, more than 50 occur."""
     prompt = write_prompts(tmp_path, PROMPTS[:1])
     config = batch_config(model_folder, tmp_path, prompts=prompt, temperature=1e4, samples=400, max_new_tokens=1)
     generate(config)
@@ -140,7 +140,7 @@ def test_no_two_batches_draw_the_same_numbers(model_folder: Path, tmp_path: Path
 
 
 def test_text_begins_as_it_does_behind_its_prompt(tmp_path: Path) -> None:
-    """Tokenizers with a sign for the space drop it where a text begins; a continuation begins no text."""
+    """Tokenizers with a sign for the space drop it at the start of a text, and a continuation is no start."""
     words = {"<end>": 0} | {f"▁{word}": number for number, word in enumerate(["to", "be", "or", "not", "that"], 1)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<end>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -184,7 +184,7 @@ def test_other_models_of_transformers(tmp_path: Path, kind: str) -> None:
     assert [line["prompt"] for line in lines(config.output)] == PROMPTS
 
 
-# What is printed
+# Printed text
 
 
 @pytest.mark.parametrize("echo", [True, False])
@@ -214,9 +214,9 @@ def test_text_is_printed_before_the_last_token(
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(KVShiftLlamaForCausalLM, "forward", spy)
-    # Words are printed when a space follows; drawn from all tokens alike, a few do.
+    # Words are printed when a space follows. If all tokens are equally likely, there are a few.
     generate(GenerateConfig(model=str(model_folder), prompt="to be", max_new_tokens=50, temperature=1e4))
-    assert seen[0] > 0  # of the prompt, before the first token
+    assert seen[0] > 0  # the prompt, before the first token
     assert any(n > 0 for n in seen[1:-1])
 
 
@@ -285,7 +285,7 @@ def test_generate_from_a_run(finished: Path, capsys: pytest.CaptureFixture[str])
 def test_generate_from_the_last_checkpoint_of_a_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After the last step it is the final model."""
+    """The checkpoint of the last step equals the final model."""
     run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(run / "model")
     assert locate(str(run), lambda note: None)[0] == str(run / "checkpoint-12")
@@ -325,7 +325,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(("argument", "what"), [("caf\udce9", "character 3 is the byte 0xe9"), ("\ud83d", "U\\+D83D")])
 def test_a_prompt_that_is_not_utf_8(argument: str, what: str) -> None:
-    """As Python hands over a command line in another encoding."""
+    """Python decodes a command line in another encoding to such strings."""
     with pytest.raises(LabError, match=rf"^prompt is not UTF-8: .*{what}"):
         generate(GenerateConfig(model="absent", prompt=argument))
     with pytest.raises(LabError, match=r"^prompt is not UTF-8"):
@@ -343,7 +343,7 @@ def test_a_stdin_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_by_default_as_many_tokens_as_the_model_has_positions_for(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of its 64, the longest prompt taken off; so each prompt of a file gets the same number, in any batch."""
+    """The default is 64 minus the longest prompt, so each prompt of a file gets the same number in any batch."""
     longest = max(len(tokenizer()(prompt)["input_ids"]) for prompt in PROMPTS)
     config = batch_config(model_folder, tmp_path, max_new_tokens=None)
     generate(config)
@@ -370,7 +370,7 @@ def test_prompts_are_cropped_on_request(model_folder: Path, tmp_path: Path, caps
     for line, row in ((cropped, ids[0][-53:]), (whole, ids[1])):
         new = model.generate(torch.tensor([row]), max_new_tokens=11, do_sample=False, pad_token_id=0)[0, len(row) :]
         assert line["text"] == tokenizer().decode(new, skip_special_tokens=True)
-    # Without a number: half of the 64 for new tokens.
+    # Without a number, half of the 64 positions are for new tokens.
     generate(dataclasses.replace(config, max_new_tokens=None, output=tmp_path / "half.jsonl"))
     assert {line["tokens"] for line in lines(tmp_path / "half.jsonl") if line["finish"] == "length"} == {32}
     with pytest.raises(LabError, match="max_new_tokens must be less than the model's maximum length, 64, got 64"):
@@ -417,7 +417,7 @@ def test_too_long_a_prompt_is_named_before_anything_is_generated(model_folder: P
     ids=["drawn", "greedy", "beams drawn", "beams", "lookup"],
 )
 def test_logits_that_are_not_finite_are_not_continued(options: dict, model_folder: Path, tmp_path: Path) -> None:
-    """The weights are finite: what they compute is too large."""
+    """The weights are finite, but the logits overflow."""
     folder = shutil.copytree(model_folder, tmp_path / "large")
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = torch.full_like(weights["model.embed_tokens.weight"], 3e38)

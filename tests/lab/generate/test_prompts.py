@@ -1,4 +1,4 @@
-"""Prompts from a file, and answers into one: nothing lost or repeated, each fault named."""
+"""Prompts from a file and answers into a file: nothing is lost or repeated, and errors name their cause."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def finished(model_folder: Path, tmp_path: Path, answers: bytes) -> tuple[Genera
 
 
 def cuts(content: bytes) -> Iterator[int]:
-    """After every line, and within every line."""
+    """Yield the ends of all lines, and places within every line."""
     end = 0
     yield 0
     for line in content.splitlines(keepends=True):
@@ -78,7 +78,7 @@ def test_what_is_there_is_not_computed_again(
 
 @pytest.mark.slow
 def test_kill_and_rerun(model_folder: Path, tmp_path: Path) -> None:
-    """A real kill -9 while lines are written."""
+    """A real kill -9 comes while lines are written."""
     prompts = write_prompts(tmp_path, [f"{prompt} {n}" for n in range(10) for prompt in PROMPTS])
     config = batch_config(model_folder, tmp_path, prompts=prompts, max_new_tokens=30, temperature=0.9)
     command = [sys.executable, "-m", "kvshift", "generate", config.model, "--prompts", str(prompts)]
@@ -164,12 +164,12 @@ def test_two_processes_do_not_write_to_one_file(finished: tuple[GenerateConfig, 
 
 @pytest.mark.parametrize("output", ["/proc/answers", "folder", "n" * 253], ids=["proc", "folder", "long"])
 def test_an_output_that_cannot_be_opened_leaves_nothing(output: str, model_folder: Path, tmp_path: Path) -> None:
-    """No lock beside it; and it is not another process that is at fault."""
+    """No lock is left beside it, and the message does not blame another process."""
     (tmp_path / "folder").mkdir()
     config = batch_config(model_folder, tmp_path)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(LabError, match=r"output: .* cannot be written") as e:
-        generate(dataclasses.replace(config, output=tmp_path / output))  # of an absolute path, that path
+        generate(dataclasses.replace(config, output=tmp_path / output))  # an absolute path replaces tmp_path
     assert e.value.exit_code == 2
     assert sorted(tmp_path.iterdir()) == before
 
@@ -194,7 +194,7 @@ def test_a_full_disk(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("fault", ["fsync", "truncate", "close"])
 def test_a_disk_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """What was said to be written is there; a file that cannot be closed has lost nothing."""
+    """Lines that count as written are in the file, and a file that cannot be closed has lost nothing."""
 
     class Failing(io.FileIO):
         failing = False
@@ -234,7 +234,7 @@ def test_a_disk_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_output_into_a_device(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is read from it, and nothing left beside it."""
+    """Nothing is read from the device, and nothing is left beside it."""
     config = batch_config(model_folder, tmp_path)
     generate(dataclasses.replace(config, output=Path("/dev/null")))
     with pytest.raises(LabError, match=r"output: writing to /dev/full failed: .*No space left on device$") as error:

@@ -1,4 +1,4 @@
-"""The formulas of `kvshift.lab.plan.cost` against the models they speak of: counted, not estimated a second time."""
+"""The formulas of `kvshift.lab.plan.cost` against counts on the models that they describe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausa
 from tests.covering import covering
 from tests.models.llama.tiny import SIZES as SMALL
 
-# No two sizes share a factor beyond what Llama asks for, so that a swapped letter shows.
+# No two sizes share a factor beyond what Llama requires, so that a swapped letter shows.
 OWN = {"vocab_size": 211, "intermediate_size": 109, "num_hidden_layers": 3, "attention_bias": False}
 TINY: dict[str, Any] = {**SMALL, **OWN}
 ROWS, TOKENS = 5, 67
@@ -72,7 +72,7 @@ def test_parameters_of_the_papers_sizes(name: str) -> None:
 @variants
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_flops_are_those_that_torch_counts(options: dict[str, Any], checkpointing: bool) -> None:
-    """Equal to the last one. Torch counts matrix products (attention's among them where it is eager), all keys."""
+    """The numbers are exactly equal. Torch counts matrix products, including those of eager attention, for all keys."""
     model = tiny(**options)
     model.set_attn_implementation("eager")
     if checkpointing:
@@ -94,20 +94,20 @@ def test_causal_attention_counts_the_keys_a_query_sees(window: int | None, keys:
 
 
 def test_flops_of_the_shift_by_hand() -> None:
-    """Window 2: forward 3 (two products, a sum), to the input 3, to the two numbers 4, for G * D = 30 elements."""
+    """Window 2 takes 3 forward (two products, a sum), 3 for the input, 4 for the coefficients; G * D = 30 elements."""
     assert training_flops(KVShiftLlamaConfig(**TINY), 7).shift == 3 * (3 + 3 + 4) * (30 + 30)
     assert training_flops(KVShiftLlamaConfig(**TINY, shift_targets=()), 7).shift == 0
 
 
 def kept_bytes(model: KVShiftLlamaForCausalLM, rows: int, precision: str) -> int:
-    """Memory that autograd holds after a forward pass: storages counted once, parameters left out."""
+    """Return the bytes that autograd holds after a forward pass: each storage once, without parameters."""
     owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
-            storages[storage.data_ptr()] = storage  # held, so that no address is given out twice
+            storages[storage.data_ptr()] = storage  # kept alive, so that no address is used twice
         return tensor
 
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
@@ -122,7 +122,7 @@ def kept_bytes(model: KVShiftLlamaForCausalLM, rows: int, precision: str) -> int
 def test_activations_are_those_that_autograd_keeps(
     options: dict[str, Any], precision: Any, checkpointing: bool
 ) -> None:
-    """To one in a hundred; the difference of two batches, so that copies of weights cancel."""
+    """They agree within 1 %. The difference of two batch sizes cancels the copies of weights."""
     model = tiny(**options)
     if checkpointing:
         recompute_activations(model)
@@ -137,7 +137,7 @@ def test_activations_are_those_that_autograd_keeps(
         ).kept
         for rows in (2, 9)
     )
-    log_probabilities = 4 * 7 * TOKENS * TINY["vocab_size"]  # the formula has them with the other logits
+    log_probabilities = 4 * 7 * TOKENS * TINY["vocab_size"]  # the formula counts them with the other logits
     assert many - few + log_probabilities == pytest.approx(measured, rel=0.01)
 
 
@@ -150,7 +150,7 @@ def test_bfloat16_copies_of_the_weights_are_kept_once(precision: Any) -> None:
 
 
 def busiest(model: KVShiftLlamaForCausalLM, rows: int, precision: str) -> int:
-    """The most bytes held at once, by torch's tracker, while a second batch adds to the gradients of a first."""
+    """Return the peak bytes by torch's tracker, while a second batch adds to the gradients of a first."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     tracker = MemTracker()
@@ -172,7 +172,7 @@ BUSIEST = {
 
 @covering(busy=BUSIEST, precision=["fp32", "bf16"], checkpointing={"": False, "checkpointing": True})
 def test_busiest_moment_of_a_step(busy: tuple[dict[str, Any], int, float], precision: Any, checkpointing: bool) -> None:
-    """Whichever is largest: the logits, a layer, or the weights and autocast's copies of them."""
+    """The largest is the logits, a layer, or the weights and autocast's copies of them."""
     shape, rows, tolerance = busy
     model = tiny(**shape)
     if checkpointing:

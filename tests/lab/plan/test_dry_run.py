@@ -1,4 +1,4 @@
-"""A sharded step without memory: what a process holds is what the formulas say, and nothing is left behind."""
+"""A sharded step without memory: a process holds what the formulas predict, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaConfig
 
-# As in tests/layers/test_sharding.py: nothing edits the views.
+# As in tests/layers/test_sharding.py, nothing changes the views in place.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 
 
@@ -31,7 +31,7 @@ def config(size: str, layers: int, *, shift: bool = True) -> KVShiftLlamaConfig:
     [pytest.param("2.9B", 512, marks=pytest.mark.slow), pytest.param("19B", 240, marks=pytest.mark.slow), ("0.2B", 3)],
 )
 def test_a_process_holds_its_share_as_planned(size: str, devices: int) -> None:
-    """Of two layers, at full width; rows are dealt out whole, so that the first process has up to one more of each."""
+    """With two layers at full width. Rows are distributed whole, so the first process may hold one more of each."""
     made = config(size, 2)
     found = dry_run(made, devices=devices, sequence_length=64)
     assert found.parameters == count_parameters(made).total
@@ -64,7 +64,7 @@ def test_vanilla_has_no_coefficients() -> None:
 
 
 def test_no_memory_is_taken_and_no_group_is_left() -> None:
-    """A layer of the 19B and its embeddings are 0.97 billion parameters; a step of them takes 15 GB."""
+    """A layer of the 19B model and its embeddings have 0.97 billion parameters; a real step takes 15 GB."""
     state, before = torch.random.get_rng_state(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = dry_run(config("19B", 1), devices=8, sequence_length=4)
     assert found.parameters > 9e8

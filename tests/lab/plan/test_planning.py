@@ -1,4 +1,4 @@
-"""`kvshift plan`: what it adds to the formulas of `kvshift.lab.plan.cost`, and what it says to wrong options."""
+"""`kvshift plan`: what it adds to the formulas of `kvshift.lab.plan.cost`, and its messages on wrong options."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_train_would_take_where_nothing_is_said() -> None:
     ids=["as it is", "vanilla", "wider", "gate", "shape"],
 )
 def test_a_plan_is_that_of_the_configuration_that_train_builds(size: str | None, options: dict[str, Any]) -> None:
-    """Without a configuration of transformers, whose import takes longer than the plan."""
+    """The plan builds no configuration of transformers, whose import takes longer than the plan."""
     made = ModelConfig(size=size, **options)
     for length in (None, 384, 8192):
         shape = planning._shape(made, PlanData(sequence_length=length))
@@ -133,7 +133,7 @@ def test_a_model_that_train_refuses_is_not_planned(options: dict[str, Any]) -> N
 
 
 def test_hours_by_hand() -> None:
-    """Half of two devices of 3 TFLOP/s make 3e12 FLOP/s."""
+    """With an MFU of one half, two devices of 3 TFLOP/s give 3e12 FLOP/s."""
     config = replace(SMALL, devices=2, peak_tflops=3.0, mfu=0.5, price_per_hour=1.5)
     row = one(config)
     model = llama_config(TINY, vocab_size=211, sequence_length=64)
@@ -174,7 +174,7 @@ def test_devices_of_the_table() -> None:
 def test_several_devices(sharding: Any) -> None:
     row = one(replace(SMALL, devices=4, sharding=sharding))
     weights = 4 * row.parameters.total
-    if sharding == "ddp":  # all of it on each, and the buckets that are sent
+    if sharding == "ddp":  # everything on each device, and the buckets that are sent
         assert (row.memory.weights, row.memory.gradients, row.memory.optimizer) == (weights, 2 * weights, 2 * weights)
     else:
         quarter = weights // 4
@@ -210,7 +210,7 @@ def test_a_model_that_fits_nowhere() -> None:
         ({"batch_size": 6}, 6, 6 * 64),
         ({"batch_size": 6, "devices": 3}, 6, 6 * 3 * 64),
         ({"batch_size": None, "tokens_per_step": 64 * 15}, 15, 64 * 15),
-        ({"batch_size": None}, 2048 // 4, 524_288),  # the largest that fits is no divisor of the 8192 sequences
+        ({"batch_size": None}, 2048 // 4, 524_288),  # the largest batch that fits does not divide the 8192 sequences
         ({"batch_size": None, "data": PlanData(sequence_length=100), "devices": 3}, 1747, 1747 * 300),
     ],
 )
@@ -275,7 +275,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     head, models, memory, run = capsys.readouterr().out.split("\n\n")
     assert head == "devices: 1; 16 GiB each; AdamW, bf16; 20,480 tokens/s as measured; 30 an hour for each"
     assert models.splitlines()[-1].split()[:5] == ["as", "given", "0.664", "0.402", "16"]
-    # Each number below its heading, each heading above its unit.
+    # Each number stands below its heading, and each heading above its unit.
     top, units, values = run.splitlines()
     assert top.split() == ["the", "run", "tokens", "tokens", "total", "tokens/s", "time", "device"]
     assert units.split() == ["millions", "per", "step", "steps", "TFLOP", "thousands", "minutes", "minutes", "cost"]

@@ -1,4 +1,4 @@
-"""`kvshift retrofit`: a folder in, a folder out that loads, computes the same and is there whole or not at all."""
+"""`kvshift retrofit` writes a folder that loads, computes the same, and is complete or absent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
 
 from kvshift.cli import main
 from kvshift.lab.core.errors import LabError, RunFailedError
-from kvshift.lab.core.messages import say_nothing
+from kvshift.lab.core.messages import quiet
 from kvshift.lab.retrofit import retrofitting
 from kvshift.lab.retrofit.retrofit_config import RetrofitOptions
 from kvshift.lab.retrofit.retrofitting import retrofit
@@ -36,7 +36,7 @@ IDS = torch.tensor([[3, 41, 5, 199, 20]])
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 in several shards, with a chat template and a generation config of its own."""
+    """The folder of a Qwen2 in several shards, with a chat template and its own generation config."""
     folder = tmp_path_factory.mktemp("qwen2") / "model"
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, "vocab_size": 277, "bos_token_id": 0, "eos_token_id": 0}))
@@ -64,7 +64,7 @@ def test_a_folder_in_a_folder_out(qwen2: Path, tmp_path: Path, capsys: pytest.Ca
     assert list(out.parent.iterdir()) == [out]
 
     plain = AutoModelForCausalLM.from_pretrained(qwen2)
-    for model in (load_kv_shift(out), load_model(str(out), say=say_nothing).model):
+    for model in (load_kv_shift(out), load_model(str(out), say=quiet).model):
         assert type(model).__name__ == "KVShiftQwen2ForCausalLM"
         assert (model.config.shift_targets, model.config.shift_window) == (["q", "k", "v"], 3)
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
@@ -112,7 +112,7 @@ def other_fields(**fields: Any) -> Callable[[Path], None]:
 
 
 def short_coefficients(folder: Path) -> None:
-    """Those of window 2 where the configuration says 3."""
+    """Leave coefficients of window 2 where the configuration has window 3."""
     retrofit(RetrofitOptions(model=str(folder), out=folder.with_name("shifted"), shift_window=3))
     shutil.rmtree(folder)
     folder.with_name("shifted").rename(folder)
@@ -207,7 +207,7 @@ def test_a_llama_becomes_one_that_the_lab_knows(tmp_path: Path):
 def test_a_model_that_computes_what_is_not_finite_is_said_so(
     qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Not its copy: that computes the same."""
+    """The message blames the model itself, not its copy, which computes the same."""
     load = retrofitting.load_as_saved
 
     def with_large_weights(*args: Any, **kwargs: Any) -> Any:

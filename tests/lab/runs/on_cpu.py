@@ -1,8 +1,8 @@
-"""`python -m kvshift` for a machine without GPU on which processes are to share a run all the same, over gloo.
+"""`python -m kvshift` on a machine without GPU, with processes that share a run over gloo.
 
 python -m tests.lab.runs.on_cpu fsdp|deepspeed|tensor_parallel train ...
 
-With KILLED_AT, a process dies by -9 while it writes that checkpoint: all files are there, and it is not declared whole.
+With KILLED_AT, a process kills itself with SIGKILL when that checkpoint is written, before it is sealed as complete.
 """
 
 import os
@@ -16,7 +16,7 @@ from kvshift.lab.training import tensor_parallel, train, trainer
 
 
 def fsdp() -> None:
-    """accelerate heeds ACCELERATE_USE_FSDP on GPUs alone; FSDP2 itself works on a CPU."""
+    """Use FSDP2, which works on a CPU, although accelerate reads ACCELERATE_USE_FSDP only with GPUs."""
     import accelerate.state
 
     init = accelerate.state.AcceleratorState.__init__
@@ -37,7 +37,7 @@ def deepspeed() -> None:
 
 
 def tensor_parallelism() -> None:
-    """accelerate refuses it on a CPU; transformers' own works there. Each process says how many numbers it holds."""
+    """Use tensor parallelism, which accelerate refuses on a CPU; each process prints how many numbers it holds."""
     from accelerate import ParallelismConfig
 
     def divide(*args: Any, divide: Any = tensor_parallel.divide) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoints: which are whole, which are kept, and that an old one never costs a new one."""
+"""Checkpoints: which are complete, which are kept, and that an old one never costs a new one."""
 
 import re
 import shutil
@@ -117,7 +117,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_costs_nothing(tmp
 
 
 def test_a_later_checkpoint_is_not_taken_for_the_newest(tmp_path):
-    """One that is corrupt and could not be renamed, beyond the step that the run went back to."""
+    """The later checkpoint is corrupt, could not be renamed, and lies beyond the step that the run went back to."""
     for step in (4, 8, 12):
         checkpoint(tmp_path, step)
     keep_newest(tmp_path / "checkpoint-8", 1, pytest.fail)
@@ -150,7 +150,7 @@ def test_a_corrupt_checkpoint_that_cannot_be_renamed_is_skipped(tmp_path, monkey
 def test_old_checkpoints_that_cannot_be_removed_do_not_cost_the_new_one(
     finished, corpus, tmp_path, capfd, monkeypatch, kind
 ):
-    """The defect: the new, whole checkpoint was removed, and with one to be kept the run started from the beginning."""
+    """If the new checkpoint were removed instead, a run that keeps only one would start from the beginning."""
     out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
     elsewhere = tmp_path / "elsewhere"
     if kind == "symbolic link":
@@ -168,7 +168,7 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_cost_the_new_one(
     train(tiny(corpus, out, keep_checkpoints=1))
     assert find_checkpoint(out, lambda text: None) == out / "checkpoint-12"
     assert_same_run(out, finished)
-    if kind == "symbolic link":  # the link has gone; what it pointed to is not the run's to remove
+    if kind == "symbolic link":  # the link is removed; its target does not belong to the run
         assert names(out) == ["checkpoint-12"]
         assert (elsewhere / "manifest.json").exists()
     else:
@@ -176,7 +176,7 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_cost_the_new_one(
 
 
 def test_a_model_that_stands_is_not_removed_before_the_next(finished, corpus, tmp_path, monkeypatch):
-    """The last moment before the new model stands in the place of the old one: both are whole on the disk."""
+    """Just before the new model replaces the old one, both are complete on the disk."""
     out = copied(finished, tmp_path)
     rename, seen = Path.rename, []
 

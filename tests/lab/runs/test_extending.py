@@ -1,4 +1,4 @@
-"""More steps in the folder of a run: the bits of a longer run where the schedule permits, else only when asked."""
+"""More steps in the folder of a run: equal to a longer run where the schedule permits, otherwise only on request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def at(config, **optimizer):
 
 @pytest.fixture(scope="module")
 def longer(corpus: Path, tmp_path_factory) -> Path:
-    """20 steps in one go, with the one step of warm-up that 12 steps have by default."""
+    """A run of 20 steps in one go, with the one warm-up step that 12 steps have by default."""
     out = tmp_path_factory.mktemp("longer") / "run"
     train(at(tiny(corpus, out, steps=20), warmup_steps=1))
     return out
@@ -41,11 +41,11 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(finished, longer
     assert metrics(out, "train") == metrics(longer, "train")
     assert result(out) == result(longer)
     assert options_of(out) | {"out": ""} == options_of(longer) | {"out": ""}
-    # The evaluation at the earlier end is one more than the longer run has.
+    # The extended run has one evaluation more than the longer run, at its earlier end.
     evaluations = metrics(out, "eval")
     assert [line["step"] for line in evaluations] == [5, 10, 12, 15, 20]
     assert [line for line in evaluations if line["step"] != 12] == metrics(longer, "eval")
-    # Given again, it is finished; the shorter command is another run.
+    # Repeating the command finds the run finished; the shorter command is another run.
     train(tiny(corpus, out, steps=20))
     assert "finished" in capfd.readouterr().err
     with pytest.raises(LabError, match="steps: 20 there, 12 here"):
@@ -81,7 +81,7 @@ def test_a_schedule_that_ends_with_the_run_is_extended_when_asked(corpus, tmp_pa
     assert extended["config_hash"] != options_of(whole.out)["config_hash"]
     assert result(config.out)["config_hash"] == extended["config_hash"]
     capfd.readouterr()
-    train(replace(config, steps=16))  # whoever gives the command again need not ask again
+    train(replace(config, steps=16))  # the same command need not ask again
     assert "finished" in capfd.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: what may lie there, what a process that was killed leaves, and what a full disk does."""
+"""The folder of a run: what may be in it, what a killed process leaves there, and what a full disk does."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ from ..run_cases import assert_same_run, copied, disk_of, metrics, tiny
 
 
 def test_a_run_killed_before_it_had_begun_begins_again(finished, corpus, tmp_path):
-    """The defect: environment.json without config.json was taken for something else, and refused for ever."""
+    """A folder with environment.json but without config.json is not mistaken for something else."""
     out = tmp_path / "run"
     out.mkdir()
     shutil.copytree(finished / "tokenizer", out / "tokenizer")
@@ -33,7 +33,7 @@ def test_a_run_killed_before_it_had_begun_begins_again(finished, corpus, tmp_pat
 
 
 def test_options_that_are_refused_leave_a_folder_that_can_be_used(finished, corpus, tmp_path, monkeypatch):
-    """Whatever fails between environment.json and config.json."""
+    """The failure comes between environment.json and config.json."""
 
     def fails(options):
         raise ZeroDivisionError
@@ -103,7 +103,7 @@ def test_options_that_are_refused_leave_what_was_there(corpus, tmp_path):
 
 
 def test_a_file_system_that_takes_no_file_is_said_so(tmp_path, monkeypatch):
-    """Nor can the part that was not written be removed there."""
+    """The part that was not written cannot be removed there, either."""
 
     def refused(path, *_, **__):
         raise OSError(errno.EROFS, "Read-only file system", str(path))
@@ -128,7 +128,7 @@ def test_a_file_system_that_takes_no_file_is_said_so(tmp_path, monkeypatch):
     ids=str,
 )
 def test_a_folder_of_something_else_is_left_as_it_was(corpus, tmp_path, name, content, said):
-    """Without a lock in it, too."""
+    """No lock is left in it, either."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(content)
     with pytest.raises(LabError, match=said) as caught:
@@ -149,7 +149,7 @@ def test_a_config_that_holds_something_else(finished, corpus, tmp_path, part):
 
 @pytest.mark.parametrize("there", [{}, {"attention_bias": False}])
 def test_a_run_from_before_an_option_resumes(finished, corpus, tmp_path, there):
-    """And those begun while it was recorded as what the model has, False, in place of what was asked for, None."""
+    """This includes runs that recorded the model's value, False, in place of the option's, None."""
     out = copied(finished, tmp_path)
     values = json.loads((out / "config.json").read_text())
     assert values["model"].pop("attention_bias") is None
@@ -164,7 +164,7 @@ def test_a_run_from_before_an_option_resumes(finished, corpus, tmp_path, there):
 
 
 def test_what_killed_processes_left_is_cleaned(finished, corpus, tmp_path):
-    """In a run that is finished, too."""
+    """This includes finished runs."""
     out = copied(finished, tmp_path, without=())
     for name in (".tokenizer-x_y_z_12", ".model.part", ".model.former"):
         (out / name).mkdir()
@@ -177,7 +177,7 @@ def test_what_killed_processes_left_is_cleaned(finished, corpus, tmp_path):
 
 
 def test_a_damaged_line_is_named_and_the_others_stay(finished, corpus, tmp_path, capfd):
-    """The defect: all lines behind it were lost."""
+    """The lines after the damaged one are kept."""
     out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
     lines = (out / "metrics.jsonl").read_text().splitlines()
     lines[2] = lines[2][:20] + "\0\0\0" + lines[2][23:]
@@ -215,7 +215,7 @@ def test_lines_that_are_no_records(tmp_path, line, problem):
 
 
 def test_lines_beyond_the_checkpoint_go_without_a_word(tmp_path):
-    """After a power failure, blocks of zeros may stand behind what was synced with the checkpoint."""
+    """After a power failure, blocks of zeros may follow what was synced with the checkpoint."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "eval", "step": 1}\n{"kind": "eval", "step": 2}\n\0\0\0\n{"kind": "eval", "step": 3}\n')
     with closing(Metrics(path, up_to_step=2, say=pytest.fail)):

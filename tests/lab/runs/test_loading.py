@@ -1,4 +1,4 @@
-"""Where a model is found, and what is refused as one."""
+"""Where a model is found, and which folders and files are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..generation_cases import TEXT, tokenizer
 
 @pytest.fixture
 def run_folder(model_folder: Path, tmp_path: Path) -> Path:
-    """A run that was stopped, in the layout of `kvshift train`: its checkpoints have no tokenizer."""
+    """A stopped run in the layout of `kvshift train`, whose checkpoints have no tokenizer."""
     run = tmp_path / "run"
     (run / "tokenizer").mkdir(parents=True)
     tokenizer().save_pretrained(run / "tokenizer")
@@ -47,7 +47,7 @@ def test_a_run_stands_for_its_newest_checkpoint_and_then_its_model(run_folder: P
     where, notes = said(run_folder)
     assert where == (str(run_folder / "checkpoint-100"), tokens)
     assert notes == [f"{run_folder} has no final model yet: using checkpoint-100"]
-    (run_folder / "checkpoint-100" / "manifest.json").unlink()  # being written
+    (run_folder / "checkpoint-100" / "manifest.json").unlink()  # still being written
     assert said(run_folder)[0][0] == str(run_folder / "checkpoint-20")
     weights = run_folder / "checkpoint-20" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -78,7 +78,7 @@ def test_a_checkpoint_without_tokenizer(run_folder: Path) -> None:
 
 
 def test_the_folder_of_a_model_that_has_no_tokenizer(run_folder: Path) -> None:
-    """What looks into a model, and asks it nothing, needs none."""
+    """Commands that only inspect a model need no tokenizer."""
     shutil.rmtree(run_folder / "tokenizer")
     notes: list[str] = []
     assert model_files.model_folder(run_folder, notes.append) == run_folder / "checkpoint-100"
@@ -98,7 +98,7 @@ def test_a_truncated_checkpoint_is_not_loaded(run_folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["check", "generate", "eval", "analyze", "retrofit"])
 def test_no_command_shows_bars_or_tables_of_loading(command: str, tmp_path: Path, capfd, monkeypatch) -> None:
-    """The defect: transformers' bar in `check`, and in all its table of the weights that a model does not use."""
+    """Transformers' progress bar and its table of unused weights are not shown."""
     monkeypatch.setattr("kvshift.lab.analyze.analyze.write_head_report", lambda out, metrics: out)  # takes seconds
     shape = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 1, "num_attention_heads": 2}
     folder, text = tmp_path / "model", tmp_path / "text.txt"
@@ -151,7 +151,7 @@ def test_weights_that_are_not_finite_are_named(number: float, model_folder: Path
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"num_attention_heads": 0}, "a value in its config.json is invalid .ZeroDivisionError"),
         ({"num_key_value_heads": 0}, "a value in its config.json is invalid .ZeroDivisionError"),
-        # By transformers' own validation before 5.24.
+        # Before 5.24, transformers' own validation refuses these.
         ({"layer_types": 5}, "(a value in its config.json is invalid .TypeError|'int' object is not iterable)"),
         ({"id2label": []}, "(a value in its config.json is invalid .AttributeError|Field 'id2label' with value)"),
         ({"dtype": "float33"}, "a value in its config.json is invalid .AttributeError: .*float33"),
@@ -159,7 +159,7 @@ def test_weights_that_are_not_finite_are_named(number: float, model_folder: Path
     ids=["heads", "type", "no heads", "no key heads", "layers", "labels", "dtype"],
 )
 def test_a_configuration_that_transformers_refuses(changes: dict, why: str, model_folder: Path, tmp_path: Path) -> None:
-    """Its errors are of a class of their own, and the reason is in their last line."""
+    """These errors have their own class, and give the reason in their last line."""
     folder = shutil.copytree(model_folder, tmp_path / "refused")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -224,7 +224,7 @@ def test_no_model_in_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "model"])
 def test_a_configuration_that_is_not_json(place: str, tmp_path: Path) -> None:
-    """The defect: "neither a model nor a run" was said of it."""
+    """The message names the error in the file."""
     (tmp_path / place).mkdir(exist_ok=True)
     for text, why in (
         ("{'a': 5}", r"is not JSON: Expecting .*line 1"),

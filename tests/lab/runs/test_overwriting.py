@@ -1,4 +1,4 @@
-"""`--overwrite`: a run in place of another, of which nothing is removed before the new one can begin."""
+"""`--overwrite`: a run replaces another, of which nothing is removed before the new one can begin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_is_replaced(finished, corpus, tmp_path):
-    """Other options, another vocabulary; also what a kill may leave is gone."""
+    """The new run has other options and another vocabulary; leftovers of a kill are removed, too."""
     out = copied(finished, tmp_path, without=())
     (out / "checkpoint-3.corrupt").mkdir()
     (out / ".tokenizer-abcdefgh").mkdir()

@@ -1,4 +1,4 @@
-"""A run that starts from a model: its weights, its tokenizer, its shape; what contradicts them is named."""
+"""A run that starts from a model: its weights, tokenizer and shape; options that contradict them are named."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ..run_cases import assert_same_run, metrics, result, tiny
 
 
 def tuned(corpus: Path, out: Path, source: Path | str, model: dict | None = None, **changes) -> TrainConfig:
-    """4 steps from `source`, whose shape is not said."""
+    """Return options for 4 steps from `source`, without options for its shape."""
     config = tiny(corpus, out, **{"steps": 4, "init_from": str(source), **changes})
     return replace(config, model=ModelConfig(**(model or {})))
 
 
 def still(config: TrainConfig) -> TrainConfig:
-    """The same with a learning rate at which no weight moves."""
+    """Return the same options with a learning rate at which no weight moves."""
     return replace(config, optimizer=replace(config.optimizer, learning_rate=1e-30, weight_decay=0.0))
 
 
 def assert_resumes(config: TrainConfig) -> None:
-    """A finished run of 4 steps, given again without its last checkpoint, continues from the one before."""
+    """Assert that a finished run of 4 steps, repeated without its last checkpoint, resumes from the one before."""
     whole = Path(shutil.copytree(config.out, config.out.with_name("whole")))
     (config.out / "result.json").unlink()
     shutil.rmtree(config.out / "checkpoint-4")
@@ -47,7 +47,7 @@ def assert_resumes(config: TrainConfig) -> None:
 
 @pytest.fixture(scope="module")
 def plain(finished: Path, tmp_path_factory) -> Path:
-    """A Llama without shift, as transformers saves it in bfloat16, with the tokenizer of the finished run."""
+    """The folder of a Llama without shift, saved in bfloat16, with the tokenizer of the finished run."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=24,
@@ -92,7 +92,7 @@ def test_a_run_starts_where_the_other_ended(finished, corpus, tmp_path):
     ids=str,
 )
 def test_a_llama_computes_what_it_did(plain, corpus, tmp_path, model, targets):
-    """Whatever of the shift is added to it; its own configuration counts, and weights are float32."""
+    """This holds whatever shift is added. The model's own configuration counts, and its weights become float32."""
     train(still(tuned(corpus, tmp_path / "run", plain, model)))
     trained = KVShiftLlamaForCausalLM.from_pretrained(tmp_path / "run" / "model", shift_targets=targets)
     assert (trained.config.rms_norm_eps, trained.config.vocab_size) == (1e-4, 300)
@@ -215,7 +215,7 @@ def test_options_that_contradict_the_model_are_named(finished, model, said):
 
 
 def test_options_that_agree_with_the_model_may_be_given(finished, plain):
-    """As those of a recorded config.json do."""
+    """A recorded config.json contains such options."""
     same = {"hidden_size": 24, "num_attention_heads": 2, "shift_targets": ("k", "v"), "vocab_size": 281}
     assert base_of(finished, **same) == base_of(finished)
     vanilla = {"shift_targets": (), "shift_window": 2, "shift_init": "uniform", "rope_theta": 500.0}

@@ -1,4 +1,4 @@
-"""Two processes learn what one does with the same sequences in a step."""
+"""Two processes learn the same as one from the same sequences per step."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ CLOSE = {"rtol": 0, "atol": 1e-5}
 def in_two(
     *arguments: str, program: str = "kvshift", processes: int = 2, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """`kvshift train` with these arguments, by torchrun over gloo."""
+    """Run `kvshift train` with these arguments by torchrun over gloo."""
     command = [*launch("--standalone", "--nproc-per-node", str(processes), program=program), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -39,7 +39,7 @@ def launch(*options: str, program: str = "kvshift") -> list[str]:
 
 
 def on_two_machines(*arguments: str) -> list[str]:
-    """What each says: a launcher with one process for each, which meet at an address of loopback."""
+    """Return the output of two launchers with one process each, which meet at a loopback address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
@@ -58,7 +58,7 @@ def on_two_machines(*arguments: str) -> list[str]:
 
 
 def arguments(corpus: Path, out: Path) -> list[str]:
-    """The options of `tiny`, for the command line."""
+    """Return the options of `tiny` as command-line arguments."""
     options = {
         "out": out,
         "data.corpus": corpus,
@@ -80,7 +80,7 @@ def arguments(corpus: Path, out: Path) -> list[str]:
 
 
 def in_one(corpus: Path, out: Path) -> TrainConfig:
-    """What one process trains for `arguments`."""
+    """Return options with which one process trains the same as two with `arguments`."""
     return tiny(corpus, out, batch_size=2, tokens_per_step=8 * LENGTH, data={"packing": "documents"})
 
 
@@ -108,7 +108,7 @@ def test_two_processes_learn_as_one(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_two_machines_learn_as_one_and_one_goes_on(corpus, tmp_path):
-    """One message, one writer; then, from the checkpoint of both, one process takes the last steps."""
+    """One process prints and writes. Afterwards, one process takes the last steps from their common checkpoint."""
     one, two = tmp_path / "one", tmp_path / "two"
     train(in_one(corpus, one))
     said = on_two_machines(*arguments(corpus, two))
@@ -126,7 +126,7 @@ def test_two_machines_learn_as_one_and_one_goes_on(corpus, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_processes_probe_as_one(corpus, tmp_path, sharded):
-    """With rows long enough for all kinds of targets, and a number of them that two processes cannot share evenly."""
+    """The rows are long enough for all kinds of targets, and two processes cannot share them evenly."""
     one, two = tmp_path / "one", tmp_path / "two"
     config = tiny(corpus, one, batch_size=2, tokens_per_step=8 * 97, eval_rows=7, probes="induction")
     train(replace(config, data=replace(config.data, sequence_length=97, packing="documents")))
@@ -146,7 +146,7 @@ def test_two_processes_probe_as_one(corpus, tmp_path, sharded):
 
 
 def fsdp_variables() -> dict[str, str]:
-    """What `accelerate launch` makes of the example, with nothing in bfloat16."""
+    """Return the variables that `accelerate launch` sets for the example, without bfloat16."""
     lines = (ROOT / "examples" / "accelerate" / "fsdp2.yaml").read_text().splitlines()
     pairs = [line.strip().partition(": ")[::2] for line in lines if line.startswith("  fsdp_")]
     names = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
@@ -156,7 +156,7 @@ def fsdp_variables() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_sharded_over_two_processes(corpus, tmp_path):
-    """FSDP2 as the example sets it up: as one process, and whole again in the saved model; then resumed by one."""
+    """FSDP2, set up as in the example, learns the same and saves a whole model, which one process resumes."""
     one, two = tmp_path / "one", tmp_path / "two"
     train(in_one(corpus, one))
     how: dict[str, Any] = {"program": "tests.lab.runs.on_cpu fsdp", **fsdp_variables()}
@@ -177,7 +177,7 @@ def test_sharded_over_two_processes(corpus, tmp_path):
 
 
 def deepspeed_variables(precision: str) -> dict[str, str]:
-    """What `accelerate launch` makes of the example, with the precision of another one."""
+    """Return the variables that `accelerate launch` sets for the example, with this precision."""
     return {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_MIXED_PRECISION": precision,
@@ -192,7 +192,7 @@ def deepspeed_variables(precision: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_deepspeed_over_two_processes(corpus, tmp_path):
-    """ZeRO 2 in float32, each with a part of the optimizer's state: as one process without."""
+    """ZeRO 2 in float32 divides the optimizer's state, and learns the same as one process without it."""
     pytest.importorskip("deepspeed")
     one, two = tmp_path / "one", tmp_path / "two"
     train(in_one(corpus, one))
@@ -206,9 +206,10 @@ def test_deepspeed_over_two_processes(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_deepspeed_in_bfloat16(corpus, tmp_path):
-    """The losses of one process in bfloat16, whose weights are float32, and coefficients in float32, as the optimizer
-    has them, in the saved model and in the metrics; the other weights are bfloat16. Killed by -9 in the middle of a
-    save, the run resumes to the bit.
+    """Losses are close to those of one process in bfloat16, whose weights are float32.
+
+    Coefficients are float32 in the saved model and in the metrics, as in the optimizer; the other weights are bfloat16.
+    A run that is killed by SIGKILL during a save resumes to the bit.
     """
     pytest.importorskip("deepspeed")
     one, out, killed = tmp_path / "one", tmp_path / "run", tmp_path / "killed"
@@ -216,7 +217,7 @@ def test_deepspeed_in_bfloat16(corpus, tmp_path):
     how = {"program": "tests.lab.runs.on_cpu deepspeed", **deepspeed_variables("bf16")}
     done = in_two(*arguments(corpus, out), "--bf16", "yes", **how)
     assert done.returncode == 0, done.stderr
-    torch.testing.assert_close(losses(out), losses(one), rtol=0, atol=5e-3)  # found: 1.3e-3 of losses near 5
+    torch.testing.assert_close(losses(out), losses(one), rtol=0, atol=5e-3)  # measured: 1.3e-3, with losses near 5
     saved, expected = weights(out), weights(one)
     written = {line["layer"]: line for line in metrics(out, "coefficients")[-2:]}
     assert saved["lm_head.weight"].dtype == torch.bfloat16
@@ -226,7 +227,7 @@ def test_deepspeed_in_bfloat16(corpus, tmp_path):
             assert tensor.dtype == torch.float32, name
             assert not torch.equal(tensor, tensor.bfloat16().float()), name
             assert written[layer][parameter] == tensor.tolist()
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-3)  # found: 1.9e-3
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-3)  # measured: 1.9e-3
 
     assert in_two(*arguments(corpus, killed), "--bf16", "yes", **how, KILLED_AT="checkpoint-12").returncode != 0
     assert (killed / "checkpoint-12").exists()

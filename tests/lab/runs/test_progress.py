@@ -1,4 +1,4 @@
-"""What is told of a long piece of work: lines now and then, where there is no terminal."""
+"""Progress of a long piece of work: a line now and then, where there is no terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_long_evaluation_is_told_and_a_short_one_is_not(clock, capsys: pytest.
 
 @pytest.mark.parametrize(("total", "of", "left"), [(4_000_000, " of 4.0", ", 01:12 left"), (None, "", "")])
 def test_bytes_are_told_in_megabytes_with_the_speed_in_tokens(clock, total, of, left) -> None:
-    """`kvshift eval` reads texts; the size of a streamed one is not known."""
+    """`kvshift eval` reads texts, and the size of a streamed text is not known."""
     said: list[str] = []
     counter = Counter("a run", total, "bytes", say=said.append)
     for _ in range(4):

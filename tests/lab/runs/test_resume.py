@@ -1,4 +1,4 @@
-"""A process that is killed at any moment, and the same command again, end with the bits of one that was not."""
+"""A run that is killed at any moment and started again ends with the bits of an uninterrupted one."""
 
 import json
 import multiprocessing
@@ -19,16 +19,16 @@ from kvshift.lab.training.train_config import TrainConfig
 
 from ..run_cases import assert_same_run, copied, metrics, tiny, write_corpus
 
-# Forks of a process that has imported everything and computed nothing: a child is at work at once.
+# Forks of a process that has imported everything and computed nothing, so that a child starts at once.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["kvshift.lab.training.train"])
 
 
 def kill_when(state: Callable[[Path], bool], config: TrainConfig) -> None:
-    """Train in a child until the files in the folder are in this state; then kill -9.
+    """Train in a child process until the files in its folder are in this state, then kill it with SIGKILL.
 
-    The child is stopped first, and what it has written looked at while it cannot write: if it went beyond the
-    state in between, it continues until that state returns.
+    The child is stopped while its files are checked, so that it cannot write. If it has gone beyond the state by then,
+    it continues until that state returns.
     """
     child = CONTEXT.Process(target=train, args=(config,))
     child.start()
@@ -54,7 +54,7 @@ def whole(out: Path) -> list[int]:
 
 
 def last_step(out: Path) -> int:
-    """Of the last whole line."""
+    """Return the last step in metrics.jsonl, or 0 if there is none or a line is incomplete."""
     try:
         lines = (out / "metrics.jsonl").read_text().splitlines()
         return max((json.loads(line)["step"] for line in lines), default=0)
@@ -71,7 +71,7 @@ def between_checkpoints(out: Path) -> bool:
 
 
 def during_a_checkpoint(out: Path) -> bool:
-    """One that is not the first is half there: its weights, for instance, but nothing that declares it whole."""
+    """Return True if a checkpoint after the first has its weights, but is not yet complete."""
     return bool(whole(out)) and len(list(out.glob("checkpoint-*/*.safetensors"))) > len(whole(out))
 
 
@@ -97,7 +97,7 @@ def options(kind: str, corpus: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def uninterrupted(corpus, tmp_path_factory):
-    """Folder of the uninterrupted run of each kind, made when first asked for."""
+    """A function that returns the folder of the uninterrupted run of a kind, trained at its first use."""
     made = {}
 
     def get(kind: str) -> Path:
@@ -145,7 +145,7 @@ def test_kill_9_twice(corpus, tmp_path, uninterrupted):
 
 
 def test_killed_after_the_last_checkpoint(corpus, tmp_path, finished):
-    """Training is over but nothing says so yet: the losses of each sequence are recomputed from the same weights."""
+    """Training is over, but no file records it: the losses of each sequence are recomputed from the same weights."""
     out = copied(finished, tmp_path, without=("result.json", "model/model.safetensors"))
     train(tiny(corpus, out))
     assert_same_run(out, finished)
@@ -161,7 +161,7 @@ def test_a_line_that_was_cut_off_goes(corpus, tmp_path, finished):
 
 @pytest.mark.slow
 def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
-    """SIGTERM, as a scheduler sends it: the step is finished and saved, and the same call resumes there."""
+    """On SIGTERM, as from a scheduler, the step is finished and saved, and the same call resumes there."""
     config = tiny(corpus, tmp_path / "run", steps=40)
     child = CONTEXT.Process(target=train, args=(config,))
     child.start()
@@ -169,7 +169,7 @@ def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
         time.sleep(0.005)
     os.kill(child.pid, signal.SIGTERM)
     child.join(timeout=60)
-    assert child.exitcode == 1  # InterruptedRunError, which nobody caught; the command line makes it 143
+    assert child.exitcode == 1  # InterruptedRunError is not caught here; the command line exits with 143
     step = whole(config.out)[-1]
     assert 3 <= step < 40
     assert last_step(config.out) == step
@@ -180,7 +180,7 @@ def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "documents, accumulated"])
 def test_lines_after_a_signal_are_those_of_a_run_without_one(corpus, tmp_path, monkeypatch, kind):
-    """Signals twice within one mean, at the step of a line, and at that of an evaluation that writes no line."""
+    """Signals come twice within one mean, at a logged step, and at an evaluation whose step is not logged."""
     spread = {"steps": 24, "log_every": 10, "eval_every": 7, "save_every": 12, **KINDS[kind]}
     train(tiny(corpus, tmp_path / "whole", **spread))
     left, end = [3, 7, 10, 17, 19], GracefulStop.on_step_end
@@ -226,7 +226,7 @@ def test_checkpoints_are_kept_in_number(corpus, tmp_path):
     ids=["steps", "seed", "width", "eval_rows", "tokens", "vocabulary", "targets"],
 )
 def test_other_options_are_refused_by_name(finished, corpus, tmp_path, change, said):
-    """Before the tokenizer is touched."""
+    """The refusal comes before the tokenizer is touched."""
     out = copied(finished, tmp_path)
     tokenizer = (out / "tokenizer" / "tokenizer.json").read_bytes()
     with pytest.raises(LabError, match=said) as caught:
@@ -237,7 +237,7 @@ def test_other_options_are_refused_by_name(finished, corpus, tmp_path, change, s
 
 
 def test_model_left_open_is_compared_once_it_is_known(finished, corpus, tmp_path):
-    """A field that the second command leaves out, and that its default fills in otherwise than the first."""
+    """The second command omits a field, whose default differs from the first command's value."""
     out = tmp_path / "run"
     train(tiny(corpus, out, model={"num_hidden_layers": 3}, steps=1))
     (out / "result.json").unlink()
@@ -257,7 +257,7 @@ def test_other_text_is_refused(finished, tmp_path):
 
 
 def test_other_tokenizer_is_refused(finished, corpus, tmp_path):
-    """A tokenizer of the user's own, exchanged for another between two starts."""
+    """The user's own tokenizer is replaced by another between two starts."""
     mine, out = tmp_path / "mine", tmp_path / "run"
     shutil.copytree(finished / "tokenizer", mine)
     config = tiny(corpus, out, steps=1)

@@ -1,4 +1,4 @@
-"""Runs of variants beside KV shift: trained, resumed, evaluated, continued as text, compared, or refused by name."""
+"""Runs of variants besides KV shift: trained, resumed, evaluated, continued as text, compared, or refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHERS = [entry.name for entry in VARIANTS.values() if not entry.shifts and entr
 
 
 def sizes_of(name: str) -> list[Any]:
-    """Small ones, of the families that there is such a model of."""
+    """Return a small configuration for each model family that the variant supports."""
     sizes = {
         KVShiftLlamaConfig: ModelConfig(hidden_size=16, num_attention_heads=2),
         LabGPT2Config: GPT2Options(width=24, heads=2, head="linear"),

@@ -1,4 +1,4 @@
-"""The converter of a GGUF file: what is expected and whole, or nothing; where the result lies."""
+"""The converter of a GGUF file accepts only the expected file, writes a complete folder or none, and caches it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny_llama() -> LlamaForCausalLM:
 
 @pytest.fixture
 def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that stands for a GGUF, which transformers reads as a tiny model marked as quantized."""
+    """A file in place of a GGUF, which transformers is made to read as a tiny model marked as quantized."""
     path = tmp_path / "wheel" / "tiny.gguf"
     path.parent.mkdir()
     path.write_bytes(b"the weights")

@@ -24,7 +24,7 @@ HARDWARE = {"device": "cpu", "cpu": "abacus", "cores": 2, "threads": 1}
 
 
 def _new_pages() -> int:
-    """Those that the last of eight blocks of 64 MiB takes from the system, the others having been freed."""
+    """Return how many new pages the last of eight 64 MiB blocks takes from the system, after the others were freed."""
     for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(2**24)
@@ -33,7 +33,7 @@ def _new_pages() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """Writes how often it was run, by which process and how, and whether memory is kept; `ends` says how."""
+    """A job that records its runs, its process, its threads, and whether memory is kept; `ends` says how it ends."""
 
     label: str
     seed: int = 0
@@ -83,13 +83,13 @@ class Counting:
 
 
 def runs(out: Path) -> int:
-    """How often the job in this folder was run."""
+    """Return how often the job in this folder was run."""
     path = out / "runs"
     return len(path.read_text()) if path.exists() else 0
 
 
 def ran(job: Job, out: Path) -> Record:
-    """The record of a job, run from its beginning to its end."""
+    """Run a job from its beginning to its end, and return its record."""
     assert not job.is_finished(out)
     job.run(out)
     assert job.is_finished(out)

@@ -1,4 +1,4 @@
-"""Arms as data: what they are called, and how they are read back, from old records too."""
+"""Arms as data: their labels, and how records are read back, including old ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words that measured numbers allow."""
+"""The verdicts that measured numbers allow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvshift.lab.analysis.learning import Reach, compare_reach
+from kvshift.lab.analysis.learning import StepsToLevel, compare_steps
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.study.claims import higher, percent, points, reached, sign_test, sooner, times, within
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.no_models
         ([0.5, 0.53, 0.5], [0.9, 0.92, 0.91], "fails"),
         ([0.9, 0.4, 0.6], [0.5, 0.53, 0.5], "not shown"),
         ([0.9], [0.1], "not shown"),
-        ([1.0, 1.0], [0.25, 0.25], "not shown"),  # no spread, no interval
+        ([1.0, 1.0], [0.25, 0.25], "not shown"),  # without spread there is no interval
         ([0.5, 0.5], [0.5, 0.5], "not shown"),
     ],
 )
@@ -43,10 +43,10 @@ def test_without_spread_shares_and_losses_are_judged_alike(difference: float, se
         ([0.9, 0.92, 0.91], [0.5, 0.53, 0.5], "fails"),
         ([0.5, 0.53, 0.5], [0.9, 0.92, 0.91], "fails"),
         ([0.9, 0.4, 0.6], [0.5, 0.53, 0.5], "not shown"),
-        ([0.56, 0.57, 0.53], [0.5, 0.5, 0.5], "not shown"),  # other than 0, and on both sides of the margin
+        ([0.56, 0.57, 0.53], [0.5, 0.5, 0.5], "not shown"),  # the interval excludes 0 and reaches beyond the margin
         ([0.5], [0.5], "not shown"),
-        ([0.513, 0.5121, 0.5125], [0.5, 0.5, 0.5], "holds"),  # other than 0, and within the margin
-        ([1.0] * 3, [1.0] * 3, "not shown"),  # three of three decide nothing
+        ([0.513, 0.5121, 0.5125], [0.5, 0.5, 0.5], "holds"),  # the interval excludes 0 and is within the margin
+        ([1.0] * 3, [1.0] * 3, "not shown"),  # three equal pairs decide nothing
         ([1.0] * 5, [1.0] * 5, "holds"),
         ([0.7] * 5, [0.5] * 5, "not shown"),
     ],
@@ -59,7 +59,7 @@ def test_within_a_margin_is_what_an_interval_inside_it_shows(ours, theirs, found
     ("steps", "found"),
     [
         ([100, 110, 120], "holds"),
-        ([100, 200, 390], "not shown"),  # to within 1,100 steps
+        ([100, 200, 390], "not shown"),  # the interval ends at 1,100 steps
         ([100, 110, None], "not shown"),
         ([None] * 3, "not shown"),
         ([None] * 5, "fails"),
@@ -68,7 +68,7 @@ def test_within_a_margin_is_what_an_interval_inside_it_shows(ours, theirs, found
     ],
 )
 def test_a_level_is_reached_within_the_steps_that_there_were(steps: list, found: str):
-    reach = Reach(level=0.99, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), 400.0))
+    reach = StepsToLevel(level=0.99, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), 400.0))
     assert reached(reach, 400) == found
 
 
@@ -77,8 +77,8 @@ def test_a_level_is_reached_within_the_steps_that_there_were(steps: list, found:
     [
         (0, 0, "not shown"),
         (3, 0, "not shown"),  # by chance once in 8 times
-        (4, 0, "not shown"),  # 16
-        (5, 0, "holds"),  # 32
+        (4, 0, "not shown"),  # once in 16
+        (5, 0, "holds"),  # once in 32
         (0, 5, "fails"),
         (7, 1, "holds"),  # 9 in 256
         (1, 7, "fails"),
@@ -94,7 +94,7 @@ def test_the_sign_test(right: int, wrong: int, found: str):
 @pytest.mark.parametrize(
     ("ours", "theirs", "found"),
     [
-        ([10, 20, 30, 40, 50, None], [None] * 6, "holds"),  # of one pair nothing is known
+        ([10, 20, 30, 40, 50, None], [None] * 6, "holds"),  # nothing is known about one pair
         ([10, 20, 30, None, None, None], [None] * 6, "not shown"),
         ([None] * 6, [10, 20, 30, 40, 50, None], "fails"),
         ([10, 20, 30, 40, 50, 60, 70, 80], [None] * 7 + [5], "holds"),
@@ -104,12 +104,14 @@ def test_the_sign_test(right: int, wrong: int, found: str):
 def test_sooner_without_an_interval_counts_the_pairs_whose_order_is_known(ours: list, theirs: list, found: str):
     seeds = range(len(ours))
     within = dict.fromkeys(seeds, 100.0)
-    reaches = (Reach(level=0.2, steps=dict(zip(seeds, steps, strict=True)), within=within) for steps in (ours, theirs))
-    assert sooner(compare_reach(*reaches)) == found
+    reaches = (
+        StepsToLevel(level=0.2, steps=dict(zip(seeds, steps, strict=True)), within=within) for steps in (ours, theirs)
+    )
+    assert sooner(compare_steps(*reaches)) == found
 
 
 def test_percent():
-    # mean 0.5, standard error 0.1 / sqrt(3), and 4.3027 of them on each side
+    # The mean is 0.5, its standard error 0.1 / sqrt(3), and the interval is 4.3027 of them to each side.
     assert percent([0.4, 0.5, 0.6]) == "50.0 % (95 % interval 25.2 to 74.8, 3 seeds)"
     assert percent([0.9, 1.0, 1.0]) == "96.7 % (95 % interval 82.3 to 100.0, cut at 100, 3 seeds)"
     assert percent([0.0, 0.9, 1.0]).endswith("(95 % interval 0.0 to 100.0, cut at 0 and 100, 3 seeds)")
@@ -125,7 +127,7 @@ def test_points():
 
 
 def test_no_end_of_an_interval_reads_as_0_that_is_not():
-    """By hand, of two seeds: half the interval is 12.7062 times half of what they differ by."""
+    """By hand, for two seeds: half the interval is 12.7062 times half their difference."""
     assert points([0.0100, 0.0117], [0.0, 0.0]) == "+1.085 points (95 % interval +0.005 to +2.165)"
     assert points([0.0100, 0.0112], [0.0, 0.0]) == "+1.1 points (95 % interval +0.3 to +1.8)"
 

@@ -1,4 +1,4 @@
-"""A sweep over a real Ray cluster of this machine: two cores, no dashboard."""
+"""A sweep over a real Ray cluster of this machine, with two cores and no dashboard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting(Counting):
-    """Ends once the other jobs of its sweep have begun, too; writes which GPUs it sees."""
+    """A job that ends once the other jobs of its sweep have begun, too, and records which GPUs it sees."""
 
     others: int
 
@@ -43,10 +43,10 @@ class Meeting(Counting):
 
 @pytest.fixture(scope="module", autouse=True)
 def child_environment() -> Iterator[None]:
-    """Ray leaves nothing in the user's folders, asks nobody's token, reports to nobody; workers find these jobs."""
+    """Keep Ray from using the user's folders and tokens and from reporting; let its workers import these jobs."""
     paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
-        patch.setenv("RAY_TMPDIR", folder)  # short: the names of its sockets must be
+        patch.setenv("RAY_TMPDIR", folder)  # short, as the paths of its sockets must be
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
@@ -56,7 +56,7 @@ def child_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(child_environment: None) -> Iterator[None]:
-    """With one GPU, by name only: Ray asks no driver, and the jobs use none."""
+    """A cluster with one GPU, by name only: Ray queries no driver, and the jobs use none."""
     ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
@@ -77,9 +77,9 @@ def test_jobs_run_at_a_time_in_processes_of_their_own(cluster: None, tmp_path: P
     assert len(processes) == 2
     assert os.getpid() not in processes
     assert {found(folder)["threads"] for folder in folders} == {1}  # two cores for two workers
-    assert all(found(folder)["main"] for folder in folders)  # where signals arrive
+    assert all(found(folder)["main"] for folder in folders)  # signals arrive in the main thread
     assert [(folder / "gpus").read_text() for folder in folders] == ["0", "0"]  # they share it
-    assert ray.is_initialized()  # a cluster that was there before stays
+    assert ray.is_initialized()  # a cluster that existed before is not shut down
 
 
 def test_with_one_gpu_there_is_one_job_at_a_time_and_one_that_fails_stops_no_other(
@@ -91,7 +91,7 @@ def test_with_one_gpu_there_is_one_job_at_a_time_and_one_that_fails_stops_no_oth
     assert problems == ["badly, seed 3: the beads are lost"]
     assert told == [0, 1]
     assert runs(tmp_path / "well") == 1
-    assert found(tmp_path / "well")["process"] != os.getpid()  # but on the cluster
+    assert found(tmp_path / "well")["process"] != os.getpid()  # it ran on the cluster
     assert found(tmp_path / "well")["threads"] == 2
 
 

@@ -1,4 +1,4 @@
-"""A study resumes from the records that are kept of it, without the folders of its runs."""
+"""A study resumes from its stored records, without the folders of its runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OF_THE_MACHINE = ("seconds", "processor_seconds", "peak_memory_bytes")
 
 @pytest.fixture
 def beads(monkeypatch: pytest.MonkeyPatch) -> list[Counting]:
-    """The jobs of a recipe that trains nothing; a test may change them."""
+    """The jobs of a recipe that trains nothing. A test may change them."""
     jobs = [Counting(label=f"Beads, {kind}", seed=seed) for kind in "ab" for seed in (0, 1)]
     entry = Entry(name="abacus", title="counting", presets={"smoke": Preset(seeds=2, cost="nothing")})
     recipe = Recipe(
@@ -60,7 +60,7 @@ def store(path: Path) -> KeptRecords:
 
 
 def stop_after(beads: list[Counting], number: int, path: Path) -> list[Record]:
-    """Run as many of the jobs and be stopped; what is kept."""
+    """Run this many of the jobs, interrupt the study, and return its stored records."""
     good = beads[number]
     beads[number] = replace(good, ends="interrupted")
     with pytest.raises(InterruptedRunError):
@@ -73,7 +73,7 @@ def stop_after(beads: list[Counting], number: int, path: Path) -> list[Record]:
 def test_a_study_with_a_grid_resumes_without_its_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Four tuning runs and two reported: stopped among the first, then among the others."""
+    """The study is interrupted among its four tuning runs, then among its two reported runs."""
 
     def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
         return [replace(job, config=replace(job.config, steps=1)) for job in mqar.RECIPE.jobs(preset, seeds)[2:]]
@@ -141,7 +141,7 @@ def test_a_partial_record_of_other_options_is_refused(beads: list[Counting], tmp
     shutil.rmtree(tmp_path / "out")
     before = store(tmp_path).partial.read_bytes()
     beads[1] = replace(beads[1], beads=8)
-    beads[1].run(folder_of(tmp_path / "out/abacus/smoke", beads[1]))  # the new one is finished, too
+    beads[1].run(folder_of(tmp_path / "out/abacus/smoke", beads[1]))  # the new job is finished, too
     with pytest.raises(
         LabError, match=r"smoke\.partial\.jsonl holds Beads, a, seed 1, with other options:\n  beads: 7 there, 8 here"
     ):
@@ -151,7 +151,7 @@ def test_a_partial_record_of_other_options_is_refused(beads: list[Counting], tmp
 
 
 def test_records_of_an_older_setting_stay_until_all_are_new(beads: list[Counting], tmp_path: Path) -> None:
-    """Those of other runs, which are never asked for again, and those of the same runs with other options."""
+    """The old records are of runs that no job repeats, or of the same runs with other options."""
     old = [replace(made_up(f"Beads, {kind}", 0, options={"beads": 6}), tunes=Arm(case="Beads")) for kind in "ab"]
     for records in (old, [replace(record, tunes=None) for record in old]):
         write_records(store(tmp_path).whole, records)
@@ -170,7 +170,7 @@ def test_partial_records_are_not_lost_by_fewer_seeds(beads: list[Counting], tmp_
 
 
 def test_what_another_process_has_finished_is_kept_while_it_works(beads: list[Counting], tmp_path: Path) -> None:
-    """It may have been begun without results, or by an older version: its folders say what is finished."""
+    """That process may have been started without results, or by an older version: its folders show what is finished."""
     folder = tmp_path / "out/abacus/smoke"
     for job in beads[:2]:
         job.run(folder_of(folder, job))
@@ -181,7 +181,7 @@ def test_what_another_process_has_finished_is_kept_while_it_works(beads: list[Co
 
 
 def test_half_a_job_is_not_taken_and_not_touched(beads: list[Counting], tmp_path: Path) -> None:
-    """Training has ended, and another process writes what comes after it."""
+    """Training has ended, and another process is writing the files that follow."""
     job: Any = find_recipe("fig08").jobs("smoke", range(1))[0]
     TrainingJob.run(job, tmp_path)
     part = tmp_path / ".errors.json.part"
@@ -221,7 +221,7 @@ def test_a_process_killed_while_it_writes_leaves_the_file_whole(
 
 
 def test_what_a_run_filled_in_does_not_differ() -> None:
-    """Device, precision and vocabulary; where the text lay is not asked for."""
+    """Device, precision and vocabulary are filled in, and facts about the data are not compared."""
     job: Any = find_recipe("depth").jobs("laptop", [0])[0]
     job = replace(job, config=replace(job.config, data=replace(job.config.data, vocab_size=None)))
     asked = kinds.to_json(job.config)

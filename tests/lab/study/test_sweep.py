@@ -1,4 +1,4 @@
-"""A sweep runs all its jobs, each once, and says which failed."""
+"""A sweep runs each of its jobs once, and reports which failed."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_two_workers_are_processes_that_share_the_cores(tmp_path: Path, monkeypa
     found = results(folders)
     assert os.getpid() not in {result["process"] for result in found}
     assert {result["threads"] for result in found} == {3}
-    assert all(result["main"] for result in found)  # where signals arrive
+    assert all(result["main"] for result in found)  # signals arrive in the main thread
     assert max(result["new_pages"] for result in found) < 1000  # of 16,384: the C library keeps freed memory
 
 
 @pytest.mark.slow
 def test_workers_execute_no_files_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    get_reusable_executor().shutdown(wait=True)  # workers of another test
+    get_reusable_executor().shutdown(wait=True)  # end the workers of another test
     hostile = tmp_path / "hostile"
     hostile.mkdir()
     for name in ("joblib", "numpy", "runpy", "torch"):
@@ -76,7 +76,7 @@ def test_workers_execute_no_files_of_the_current_directory(tmp_path: Path, monke
 def test_a_job_that_is_left_alone_has_the_threads_that_it_had_among_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a run that was killed would not resume with the same bits."""
+    """Otherwise, a run that was killed would not resume with the same bits."""
     monkeypatch.setattr("joblib.cpu_count", lambda: 6)
     assert sweep([(Counting(label="a"), tmp_path)], workers=3) == []
     assert results([tmp_path])[0]["threads"] == 2
@@ -111,7 +111,7 @@ def test_no_jobs() -> None:
 
 @pytest.mark.slow
 def test_sigterm_ends_the_workers_too(tmp_path: Path) -> None:
-    """It comes to one process alone, as from a scheduler; else they would continue, and keep their folders locked."""
+    """A scheduler signals one process only; otherwise, the workers would continue, and keep their folders locked."""
     command = [sys.executable, "-m", "kvshift", "reproduce", "cfg", "--jobs", "2", "--out", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120

@@ -1,4 +1,4 @@
-"""Each variant at its own best learning rate of one grid, chosen by seeds that are not reported."""
+"""Each variant gets its own best learning rate of one grid, chosen on seeds that are not reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCORE = reached_soonest("queries", 0.99, last=1)
 
 
 def run(variant: str, rate: float, final: float, *, reached: int = 200, seed: int = 1000) -> Record:
-    """A tuning run at 10 % until just before step `reached`, at `final` from there on."""
+    """Return a tuning run that stays at 10 % until just before step `reached`, and is at `final` from there on."""
     options = {"optimizer": {"learning_rate": rate}, "steps": 400}
     curve = {"step": [1, reached - 1, reached, 400], "queries": [0.1, 0.1, final, final], "loss": [3.0, 3.0, 1.0, 1.0]}
     return replace(made_up(f"{variant}, rate {rate}", seed, curve=curve, options=options), tunes=arm_of_label(variant))
@@ -121,7 +121,7 @@ def test_what_does_not_train_is_not_tuned_and_stays_as_it_is():
 
 @pytest.fixture
 def two_variants(monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """MQAR's two models of one layer, one step each. Its own smoke preset has twice the runs: see `test_smoke`."""
+    """A recipe of MQAR's two models of one layer, one step each; the smoke preset has twice the runs (`test_smoke`)."""
 
     def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
         return [replace(job, config=replace(job.config, steps=1)) for job in mqar.RECIPE.jobs(preset, seeds)[2:]]

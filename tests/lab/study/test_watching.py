@@ -1,4 +1,4 @@
-"""How far a sweep is: read from the files that its jobs write."""
+"""The progress of a sweep, read from the files that its jobs write."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_where_there_is_no_terminal_lines_tell_how_far_each_run_is(tmp_path: Pat
         write(jobs[1][1], '{"step": 4}\n')
         ended.add(0)
         wait_for(1)
-    # a run and a half of three after a minute: as much again is left
+    # One and a half of three runs took a minute, so about a minute is left.
     assert said[-1].startswith("[1 of 3 runs, ")
     assert said[-1].endswith("left] slow, seed 0: step 4 of 8")
     assert said[0] == "[1 of 3 runs, 01:00, about 01:00 left] slow, seed 0: step 4 of 8"

@@ -1,4 +1,4 @@
-"""Tasks of a size for tests, what must hold of each batch, and the sequences that docstrings draw."""
+"""Small tasks for tests, checks for every batch, and the sequences that docstrings draw."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TASKS: dict[str, Any] = {
 
 
 def drawn(module: ModuleType, name: str) -> list[list[str]]:
-    """Lines of a module's docstring that begin with `name`, as words; what follows three spaces is a remark."""
+    """Return the lines of a module's docstring that begin with `name`, as words; three spaces begin a remark."""
     lines = [line.strip() for line in (module.__doc__ or "").splitlines()]
     rows = [line[len(name) :].strip().split("   ")[0].split() for line in lines if line.startswith(name + "  ")]
     assert rows, f"the docstring of {module.__name__} draws no {name}"
@@ -50,7 +50,7 @@ def drawn(module: ModuleType, name: str) -> list[list[str]]:
 
 
 def drawn_numbers(module: ModuleType, name: str) -> list[list[int]]:
-    """As `drawn`, with - for -100 and . for -1."""
+    """Return the lines of `drawn` as numbers, with - for -100 and . for -1."""
     return [[{"-": -100, ".": -1}.get(word) or int(word) for word in row] for row in drawn(module, name)]
 
 
@@ -59,7 +59,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def check_shape(task: Task, batch: Batch, rows: int) -> None:
-    """Of every batch of every task."""
+    """Check what every batch of every task must satisfy."""
     for tensor in (batch.input_ids, batch.labels, batch.slices):
         assert tensor.shape == (rows, task.length)
         assert tensor.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""What holds for every task: where labels belong, what transformers makes of them, and its config as JSON."""
+"""What holds for every task: where labels belong, how transformers uses them, and configurations as JSON."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_loss_of_the_model_is_that_of_the_output_before_each_label(make: Any
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_no_label_is_read_off_the_column_it_stands_in(task: Any):
-    """The output before a label cannot see that column: whatever stands there and later, the loss of it is the same."""
+    """The output before a label cannot see its column: the loss does not change with the tokens there and later."""
     model = llama(task.vocab_size)
     batch = TaskBatches(task, split="training", seed=1, batch_size=3, batches=1)[0]
     last = int((batch.labels[0] != -100).nonzero().max())
@@ -110,7 +110,7 @@ def test_all_right_and_all_wrong():
 
 
 class SlicedTrainer(Trainer):
-    """One that keeps the slices beside the labels, for the metrics: no model has an argument of that name."""
+    """A Trainer that gives the slices to the metrics but not to the model, which has no such argument."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(model, {k: v for k, v in inputs.items() if k != "slices"}, *args, **kwargs)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.no_models
 
 
 def hops_from(letters: str, start: int, count: int) -> int | None:
-    """hop_count(start), positions from 0; None where it is undefined."""
+    """Return hop_count(start), with positions from 0, or None where it is undefined."""
     at = start
     for _ in range(count):
         before = letters.rfind(letters[at], 0, at)
@@ -55,13 +55,13 @@ def test_hops_are_uniform_or_as_asked():
     batch = HopTask(HopConfig()).batch(seeded(1), 1700)
     counts = batch.input_ids[:, 0].bincount(minlength=17)
     assert len(counts) == 17
-    assert counts.min() > 60  # of 100 expected: four deviations
+    assert counts.min() > 60  # 100 are expected; the bound is four deviations below
     assert (HopTask(HopConfig(hops=5)).batch(seeded(1), 31).input_ids[:, 0] == 5).all()
     assert (HopTask(HopConfig(hops=0)).batch(seeded(1), 31).input_ids[:, 0] == 0).all()
 
 
 def test_letters_are_a_uniform_walk():
-    """Pairs of neighbours: each of the 12 allowed ones as often, also at the start of a sequence."""
+    """Each of the 12 allowed pairs of neighbours is equally likely, also at the start of a sequence."""
     batch = HopTask(HopConfig()).batch(seeded(2), 6000)
     letters = batch.input_ids[:, 1:-1] - 17
     for columns in (letters[:, :2], letters[:, -2:]):
@@ -74,7 +74,7 @@ def test_letters_are_a_uniform_walk():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 8, 16])
 def test_share_of_undefined_targets(count: int):
-    """Of 98: none at k = 0, 4 at k = 1, 3 more for each further hop, half at k = 16; in every sequence the same."""
+    """None of 98 targets is undefined at k = 0, 4 are at k = 1, 3 more per hop, half at k = 16, in every sequence."""
     task = HopTask(HopConfig(hops=count))
     undefined = (task.batch(seeded(3), 200).slices == 17).sum(dim=1)
     assert undefined.unique().tolist() == [0 if count == 0 else 4 + 3 * (count - 1)]

@@ -28,7 +28,7 @@ def rows_of(rows: int, seed: int = 0, **options: Any) -> tuple[InductionTask, li
 
 
 def walk(row: list[int], mode: str) -> dict[int, int]:
-    """Where the targets of repeats are and what they must be, told from the tokens before each; 0 is unknown."""
+    """Return the place and value of each repeat's target, found from the tokens before it; 0 is unknown."""
     targets: dict[int, int] = {}
     after: dict[int, int] = {}
     seen: set[int] = set()
@@ -47,13 +47,13 @@ def walk(row: list[int], mode: str) -> dict[int, int]:
 
 
 def named(row: list[int], unknown: int) -> tuple[int, ...]:
-    """The tokens of a sequence as 0, 1, ... in the order they appear; what is unknown as -1."""
+    """Return a sequence with its tokens numbered 0, 1, ... in order of appearance, and -1 for the unknown token."""
     names = {unknown: -1}
     return tuple(names.setdefault(token, len(names) - 1) for token in row)
 
 
 def law(mode: str, length: int, pool: int) -> dict[tuple[int, ...], float]:
-    """Probability of every sequence, its tokens named in the order they appear, by all draws of the printed script."""
+    """Return the probability of every sequence of `named` tokens, over all draws of the printed script."""
     rows: defaultdict[tuple[int, ...], float] = defaultdict(float)
 
     def extend(row: list[int], after: dict[int, int], pos: list[int], probability: float) -> None:
@@ -122,7 +122,7 @@ def test_in_latest_the_target_is_the_token_after_the_latest_earlier_occurrence()
 
 @pytest.mark.parametrize("mode", [*WALKED, "single"])
 def test_the_first_repeat_has_one_answer(mode: str):
-    """All before it is distinct, and the repeated token and its target stand there one after the other."""
+    """All tokens before it are distinct; among them, the repeated token is followed by its target."""
     _, rows, slices = rows_of(53, mode=mode, length=59, vocab_size=113)
     for row, of_row in zip(rows, slices, strict=True):
         (at,) = np.flatnonzero(of_row == 0)
@@ -132,7 +132,7 @@ def test_the_first_repeat_has_one_answer(mode: str):
 
 
 def test_single_repeats_any_token_but_the_first_and_the_last_two():
-    """x_i with i = 2 ... N - 2, where 5 = N - 2: the law of Theorem 3.4."""
+    """The repeated token is x_i with i = 2 ... N - 2, and N - 2 = 5: the law of Theorem 3.4."""
     _, rows, slices = rows_of(400, mode="single", length=9, vocab_size=31)
     where = Counter()
     for row, of_row in zip(rows, slices, strict=True):
@@ -140,7 +140,7 @@ def test_single_repeats_any_token_but_the_first_and_the_last_two():
         assert of_row.tolist() == [-1] * 8 + [0]
         where[row[:7].index(row[7]) + 1] += 1
     assert sorted(where) == [2, 3, 4, 5]
-    assert min(where.values()) > 70  # of 100 expected: three deviations
+    assert min(where.values()) > 70  # 100 are expected; the bound is three deviations below
 
 
 def test_labels_are_all_tokens_after_the_first_or_the_targets_of_repeats():
@@ -167,7 +167,7 @@ def test_ids_are_those_of_the_printed_script():
 
 
 def test_the_first_repeat_comes_where_the_birthday_problem_says():
-    """512 ids, never the one just drawn: mean 29.0. The specification measured 29.8 and median 28 in 600 sequences."""
+    """With 512 ids, never the last one again, the mean is 29.0. The specification measured 29.8, median 28, in 600."""
     none_yet, mean = 1.0, 0.0
     for before in range(2, 512):
         repeats = (before - 1) / 511
@@ -184,15 +184,18 @@ def test_the_first_repeat_comes_where_the_birthday_problem_says():
 
 
 def test_repeats_in_a_sequence_of_the_paper():
-    """112 in `script`, 118 in `latest`; whoever repairs the script otherwise gets another number."""
+    """There are 112 in `script` and 118 in `latest`; another repair of the script gives another number."""
     for mode, repeats in (("script", 112), ("latest", 118)):
         _, _, slices = rows_of(300, seed=2, mode=mode)
         assert abs((slices != -1).sum(axis=1).mean() - repeats) < 1
 
 
 def test_facts_about_the_printed_script():
-    """An unknown token about 20 times a sequence; 119 repeats, of which 82 % (69 %) have the token after the latest
-    (the first) earlier occurrence for their target; one sequence in three is a token too long, here cut; no padding."""
+    """An unknown token occurs about 20 times in a sequence.
+
+    Of 119 repeats, 82 % (69 %) have the token after the latest (the first) earlier occurrence for their target. One
+    sequence in three is a token too long, and is cut here. There is no padding.
+    """
     _, rows, slices = rows_of(600, seed=4, mode="raw")
     repeats, cut, latest, first = [], 0, [], []
     for row, of_row in zip(rows, slices, strict=True):
@@ -213,7 +216,7 @@ def test_facts_about_the_printed_script():
     assert statistics.fmean(repeats) == pytest.approx(119, abs=1)
     assert statistics.fmean(latest) == pytest.approx(0.82, abs=0.01)
     assert statistics.fmean(first) == pytest.approx(0.69, abs=0.01)
-    # near the end 54 % of draws are repeats, of two tokens each: 0.54 / 1.54 of sequences end within one
+    # Near the end, 54 % of draws are repeats of two tokens each, so 0.54 / 1.54 of sequences end within one.
     assert cut / len(rows) == pytest.approx(0.35, abs=3 * (0.35 * 0.65 / 600) ** 0.5)
 
 
@@ -252,7 +255,7 @@ def test_the_sequences_that_the_docstring_draws():
 
 @pytest.mark.parametrize("mode", WALKED)
 def test_sequences_without_a_repeat_start_anew(mode: str):
-    """19 of 20 do. The others repeat after 2 tokens or after 3: 1/60 against 59/60 2/60."""
+    """19 of 20 sequences start anew. The others repeat after 2 or 3 tokens, in the ratio of 1/60 to 59/60 2/60."""
     _, _, slices = rows_of(300, mode=mode, length=5, pool=61, vocab_size=90)
     after_two = int((slices[:, 3] == 0).sum())
     assert after_two + (slices[:, 4] == 0).sum() == 300

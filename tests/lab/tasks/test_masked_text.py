@@ -1,4 +1,4 @@
-"""Masked text: what is chosen, what stands in its place, and that evaluation has other text than training."""
+"""Masked text: which tokens are chosen, what replaces them, and that evaluation has other text than training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_labels_are_what_stood_there_one_column_later(task: MaskedTextTask) -> N
 
 
 def test_as_much_is_chosen_and_replaced_as_in_bert(task: MaskedTextTask) -> None:
-    """Of some 1,900 positions; each bound is four standard deviations."""
+    """There are some 1,900 chosen positions, and each bound is four standard deviations."""
     batch = TaskBatches(task, split="training", seed=1, batch_size=400, batches=1)[0]
     chosen = batch.labels != IGNORED
     count = int(chosen.sum())

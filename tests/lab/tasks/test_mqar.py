@@ -1,4 +1,4 @@
-"""MQAR: each answer is found by reading the sequence, and slots are drawn by their weights."""
+"""MQAR: each answer can be read from the sequence, and slots are drawn by their weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_random_filler_is_any_of_the_vocabulary():
 
 
 def test_slots_are_drawn_one_after_the_other_by_their_weights():
-    """P(g, h) = p(g) p(h) / (1 - p(g)), p(g) ~ (g + 1)^(power - 1): here 5 slots and 2 pairs."""
+    """P(g, h) = p(g) p(h) / (1 - p(g)) with p(g) ~ (g + 1)^(power - 1), for 5 slots and 2 pairs."""
     task = MQARTask(MQARConfig(length=14, pairs=2, vocab_size=22, power=0.01))
     rows = task.batch(seeded(2), 20_000).input_ids.numpy()
     places = [np.argmax(rows[:, 4:] == rows[:, [2 * pair]], axis=1) // 2 for pair in range(2)]
@@ -67,7 +67,7 @@ def test_chance_is_what_guessing_a_value_of_the_sequence_scores():
     scored = batch.slices == 0
     right = (guess == batch.labels)[scored].float().mean()
     assert task.chance == {"queries": 1 / 4}
-    assert right == 1 / 4  # exactly: each value is asked for once
+    assert right == 1 / 4  # exact, as each value is asked for once
 
 
 def test_the_sequence_that_the_docstring_draws():

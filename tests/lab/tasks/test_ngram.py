@@ -1,4 +1,4 @@
-"""3-gram: one table, told by no token of the sequence but the pair."""
+"""3-gram: there is one table, and only the whole pair determines the third token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_table_is_the_same_whatever_the_stream():
 
 
 def test_the_table_has_about_200_pairs_of_which_doubles_count_once():
-    """1024 (1 - (1 - 1/1024)^200) = 181.8 expected, with a deviation of 3.7."""
+    """The expected number is 1024 (1 - (1 - 1/1024)^200) = 181.8, with a standard deviation of 3.7."""
     tasks = [NGramTask(NGramConfig(table_seed=seed)) for seed in range(50)]
     assert all(len(table_of(task)) == len(task.pairs) == len(task.targets) for task in tasks)
     expected = 1024 * (1 - (1 - 1 / 1024) ** 200)

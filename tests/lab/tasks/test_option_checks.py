@@ -1,4 +1,4 @@
-"""What no task can be: of each option that contradicts itself or another, the message that names it."""
+"""Task options that contradict themselves or each other are refused with a message that names them."""
 
 from __future__ import annotations
 

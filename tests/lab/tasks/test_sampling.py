@@ -1,4 +1,4 @@
-"""Distinct numbers: every ordered choice is as likely as any other."""
+"""Distinct numbers: every ordered choice is equally likely."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_no_number_twice(count: int, population: int):
 
 
 def test_sequences_that_fall_short_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
-    """With 5 draws for 4 of 5 numbers most sequences do."""
+    """With 5 draws for 4 of 5 numbers, most sequences fall short."""
     monkeypatch.setattr("kvshift.lab.tasks.sampling._draws", lambda count, population: 5)
     rows = distinct_rows(48_000, 4, 5, seeded(2))
     found = Counter(map(tuple, rows.tolist()))

@@ -1,4 +1,4 @@
-"""Batches by number: the same bits whenever and wherever they are asked for; training never meets evaluation."""
+"""Batches by number: the same bits at any time and place; training never meets evaluation."""
 
 from __future__ import annotations
 

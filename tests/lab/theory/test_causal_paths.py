@@ -1,7 +1,7 @@
-"""Property 1, about the layers of this package: through which tokens two causal layers can pass something on.
+"""Property 1 for the layers of this package: through which tokens two causal layers can pass information.
 
-What token k adds to the weight with which a query sees a source through two layers is A2[query, k] A1[k, source], and
-with a causal mask A1[k, source] is 0 for k < source. So what token i + 1 holds cannot reach a later token by way of
+Token k adds A2[query, k] A1[k, source] to the weight with which a query attends to a source through two layers. With a
+causal mask, A1[k, source] is 0 for k < source. Therefore, the content of token i + 1 cannot reach a later token through
 token i: an induction head of two layers must first copy token i into token i + 1, and that takes width.
 """
 
@@ -17,7 +17,7 @@ N = 7
 
 
 def token_map(shift_targets, seed):
-    """M with out = M x, read off a layer with random queries and keys: attention is linear in its values."""
+    """Return M with out = M x for a layer with random queries and keys, as attention is linear in its values."""
     generator = generator_for("test paths", seed)
     layer = KVShiftAttention(N, 1, shift_options=ShiftOptions(targets=shift_targets), position_encoding="none").double()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The model that Theorem 3.4 is the limit of."""
+"""The finite model, whose limit is the subject of Theorem 3.4."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_gaussian_embeddings_agree_with_the_derivation(wide):
 def test_gaussian_embeddings_reject_table_3_and_the_script(wide):
     for row in wide:
         assert abs(row["mean"] - row["script"]) > 5 * row["stderr"]
-        if row["coefficients"][3] != 0:  # with b2 = 0 the printed slip multiplies 0
+        if row["coefficients"][3] != 0:  # with b2 = 0, the error in print is multiplied by 0
             assert abs(row["mean"] - row["table3"]) > 5 * row["stderr"]
 
 
@@ -79,7 +79,7 @@ def test_narrow_embeddings_are_not_in_the_limit():
 
 
 def test_draws_are_fresh_and_repeatable():
-    options = {"tokens": 5, "repeated": 3, "width": 2**17, "draws": 3}  # more than one draw does not fit a batch
+    options = {"tokens": 5, "repeated": 3, "width": 2**17, "draws": 3}  # a batch holds no more than one draw
     losses = draw_losses(COEFFICIENTS[1], **options, generator=generator_for("test draws", 0))
     assert len(set(losses)) == 3
     assert losses == draw_losses(COEFFICIENTS[1], **options, generator=generator_for("test draws", 0))

@@ -1,4 +1,4 @@
-"""Descent without the constraint of Figure 2."""
+"""Gradient descent without the constraint of Figure 2."""
 
 import numpy as np
 import pytest

@@ -19,7 +19,7 @@ def tensor(values):
 
 
 def logits_by_loops(tokens, repeated, a1, a2, b1, b2):
-    """Logits of tokens 1 .. T, from <u_j, u_k> = 1 where j = k and 0 elsewhere."""
+    """Return the logits of tokens 1 .. T, where <u_j, u_k> = 1 if j = k and 0 otherwise."""
     row = [*range(1, tokens + 1), repeated]
     scores = [a1 * (x == repeated) + a2 * (before == repeated) for before, x in zip([0, *row], row, strict=False)]
     total = sum(math.exp(score) for score in scores)

@@ -1,4 +1,4 @@
-"""Figure 2: its numbers."""
+"""The numbers of Figure 2."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_as_printed_a_third_of_the_starts_end_in_the_other_corner():
     induction = np.abs(ends - np.array([0.0, 1.0])).max(axis=-1) < 0.02
     assert (other ^ induction).all()
     assert 0.25 < other.mean() < 0.4
-    assert other[0, -1]  # rows by beta1, columns by alpha1: the start (1, 0)
+    assert other[0, -1]  # rows are beta1, columns alpha1: the start (1, 0)
 
 
 def test_at_100_no_form_crosses_a_level_of_the_script():

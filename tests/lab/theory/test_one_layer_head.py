@@ -1,4 +1,4 @@
-"""Theorem 3.3, about `kv_shift` and `KVShiftAttention`."""
+"""Theorem 3.3 for `kv_shift` and `KVShiftAttention`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""docs/theory.md and results/theory/checks.json say what the code says."""
+"""docs/theory.md and results/theory/checks.json agree with the code."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ def page():
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    """What the command writes, with few draws, which it also prints."""
+    """The results that the command writes and prints, with few draws."""
     file = tmp_path_factory.mktemp("theory") / "new" / "checks.json"
     options = ["--draws", "8", "--monte-carlo-draws", "2", "--width", "16", "--steps", "3", "--out", str(file)]
     printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""What no head, no model and no loss can be made of: the message names the argument, and what it may be."""
+"""Heads, models and losses refuse impossible arguments with a message that names the argument and its range."""
 
 import pytest
 import torch

@@ -60,7 +60,7 @@ def test_previous_tokens_worked_by_hand():
 
 @pytest.mark.parametrize("p", [0.1, 1.0, 5.0])
 def test_the_copy_bound_is_reached_and_rises_to_its_supremum(p):
-    # x_{s-1} = 1 among tokens that are all -1: y_s misses it by 2 (1 - 1 / Z_s)
+    # x_{s-1} = 1 among tokens that are all -1, and y_s differs from it by 2 (1 - 1 / Z_s).
     x = torch.full((1, 9, 1), -1.0, dtype=torch.float64)
     x[0, 7] = 1
     assert 1 - previous_tokens(x, p)[0, 8].item() == pytest.approx(copy_bound(p, 9), rel=1e-12)
@@ -75,7 +75,7 @@ def test_softmax_moves_no_more_than_its_argument():
     u, v = (torch.randn(500, 11, generator=generator, dtype=torch.float64) for _ in range(2))
     moved = (u.softmax(1) - v.softmax(1)).abs().sum(1)
     assert (moved <= (u - v).abs().amax(1)).all()
-    # two equal entries, pulled apart a little: the factor 1 cannot be made smaller
+    # Two equal entries that are moved apart a little show that the factor 1 cannot be smaller.
     tiny = torch.tensor([1e-3, -1e-3], dtype=torch.float64)
     assert (tiny.softmax(0) - 0.5).abs().sum().item() / 1e-3 == pytest.approx(1, abs=1e-6)
 

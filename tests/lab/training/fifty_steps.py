@@ -1,7 +1,7 @@
-"""50 steps of `kvshift train`, which torchtitan takes too: the two need different versions of `datasets`.
+"""50 steps of `kvshift train`, which torchtitan repeats elsewhere: the two need different versions of `datasets`.
 
-`python -m tests.lab.training.fifty_steps` writes `tests/titan/fifty_steps.json` anew. `test_fifty_steps.py` checks that
-it is what `kvshift train` gives today, and `tests/titan/test_losses.py` that torchtitan gives the same.
+`python -m tests.lab.training.fifty_steps` rewrites `tests/titan/fifty_steps.json`. `test_fifty_steps.py` checks that
+`kvshift train` still gives its contents, and `tests/titan/test_losses.py` that torchtitan gives the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIMIZER = OptimizerConfig(warmup_steps=0)
 
 
 class Recorder(TrainerCallback):
-    """Puts drawn weights in the place of the model's, and keeps what it is given to learn from."""
+    """Replaces the weights of the model by drawn ones, and records its training inputs."""
 
     def __init__(self) -> None:
         self.model: dict[str, Any] = {}
@@ -55,7 +55,7 @@ class Recorder(TrainerCallback):
 
 
 def fifty_steps(folder: Path) -> dict[str, Any]:
-    """Model, optimizer, the rows and the loss of each step."""
+    """Return the model, the optimizer, and the rows and the loss of each step."""
     config = tiny(
         write_corpus(folder / "words.jsonl"),
         folder / "run",

@@ -1,4 +1,4 @@
-"""Asking a model: prompts of unequal length, what ends an answer, shares with their errors."""
+"""Questions to a model: prompts of unequal length, the end of an answer, and shares with their errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END = 12
 
 
 class Echoes:
-    """Prompts of 1 to 5 tokens; the truth is whatever the model of the test says when it is asked alone."""
+    """A task with prompts of 1 to 5 tokens. The truth is their length, and answers are judged by theirs."""
 
     vocab_size, length, slice_names, chance = 13, 7, ("all",), {}
     end_token, max_new_tokens, temperature = END, 6, 0.0
@@ -42,7 +42,7 @@ def model() -> KVShiftLlamaForCausalLM:
 
 
 def alone(model: KVShiftLlamaForCausalLM, prompt: Tensor, tokens: int) -> Tensor:
-    """The likeliest tokens, one after the other, without a cache."""
+    """Return the likeliest tokens, one after the other, without a cache."""
     row = prompt
     for _ in range(tokens):
         following = model(input_ids=row[None], use_cache=False).logits[0, -1].argmax()
@@ -75,7 +75,7 @@ def test_drawn_answers_follow_the_seed_and_leave_torchs_generator(model: KVShift
 
 
 def test_drawn_tokens_have_the_models_probabilities(model: KVShiftLlamaForCausalLM) -> None:
-    """No top-k or top-p cuts the unlikely ones off: transformers' default keeps 50, ours all."""
+    """Neither top-k nor top-p removes unlikely tokens: transformers' default keeps 50, the lab's keeps all."""
     task = Echoes()
     task.temperature, task.max_new_tokens = 1.0, 1
     prompt = torch.tensor([3, 1])

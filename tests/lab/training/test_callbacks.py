@@ -1,4 +1,4 @@
-"""What is told of training while it runs: a bar on a terminal, lines elsewhere."""
+"""Progress of training: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def follow(clock: list[float], *, seconds: float, shown: bool = True) -> None:
-    """40 steps from step 10 on, of which each takes `seconds`; a log at every second; 1,000 tokens in 0.25 s."""
+    """Follow 40 steps after step 10, of `seconds` each, with a log at every second step; 1,000 tokens take 0.25 s."""
     callback = Progress(
         SimpleNamespace(step_seconds=0.25),  # type: ignore[arg-type]
         lambda metrics: Evaluation({}, "validation loss 2.0000"),

@@ -1,4 +1,4 @@
-"""What torchtitan's losses are compared with is what `kvshift train` gives today."""
+"""The losses that torchtitan is compared with are those that `kvshift train` gives today."""
 
 from __future__ import annotations
 

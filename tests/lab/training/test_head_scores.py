@@ -26,7 +26,7 @@ VOCAB = 13
 
 
 def look_back(back):
-    """Attention (1, 1, T, T) to the token `back` places before, and to nothing where there is none."""
+    """Return attention (1, 1, T, T) to the token `back` places before, and to nothing where there is none."""
     attention = torch.zeros(1, 1, T, T)
     for t in range(back, T):
         attention[0, 0, t, t - back] = 1
@@ -74,7 +74,7 @@ def test_where_attention_lies_and_what_it_reads(back, alpha, beta, attended, mat
 
 
 def test_mixtures_are_spread_by_their_shares():
-    # alpha (1, -3): shares 1/4, 3/4; beta (0.4, 0.1): 4/5, 1/5
+    # alpha (1, -3) has the shares 1/4 and 3/4, beta (0.4, 0.1) the shares 4/5 and 1/5.
     score = only(look_back(N - 1), alpha=[[1.0, -3.0]], beta=[[0.4, 0.1]])
     assert score.matched == pytest.approx(
         {"previous": 0, "earlier-1": 0, "earlier": 0.75, "earlier+1": 0.25, "earlier+2": 0}
@@ -101,7 +101,7 @@ def test_moved_is_the_weight_of_each_raw_value_in_the_output():
     attention = torch.rand(2, 1, T, T, generator=generator).tril()
     attention /= attention.sum(-1, keepdim=True)
     beta = [[0.7, 0.3]]
-    value = torch.eye(T)  # the output then is the weight of each raw value
+    value = torch.eye(T)  # so the output is the weight of each raw value
     mixed = 0.7 * value + 0.3 * torch.cat([torch.zeros(1, T), value[:-1]])
     output = attention[:, 0] @ mixed
     score = only(attention, beta=beta)
@@ -130,7 +130,7 @@ def test_sequences_too_short_to_tell_positions_apart():
 
 
 def prefixes(head):
-    """Attention (1, 1, T, T) whose row t is that of `head` at the last token of x_1 .. x_t."""
+    """Return attention (1, 1, T, T) whose row t is that of `head` at the last token of the prefix up to t."""
     row = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:N].repeat(2)
     x = torch.nn.functional.one_hot(row, VOCAB).double().unsqueeze(0)
     attention = torch.zeros(1, 1, T, T, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_the_one_layer_construction_is_an_induction_head_that_needs_no_other_lay
     assert score.matched["earlier"] > 0.999
     assert score.prefix_matching == score.attention["earlier+1"] > 0.999
     assert score.scores["duplicate_token"] < 1e-3
-    assert score.scores["previous_token"] < 0.1  # over all t; before the repeat it has nothing to find
+    assert score.scores["previous_token"] < 0.1  # over all t; before the repeat there is nothing to find
 
 
 def test_the_second_layer_of_the_vanilla_construction_is_one_by_the_first():
@@ -157,14 +157,14 @@ def test_the_second_layer_of_the_vanilla_construction_is_one_by_the_first():
     assert score.matched["earlier"] < 1e-3
 
 
-# Models with weights set by hand. Rotary frequencies fall with the dimension: tokens live in slow ones.
+# Models with weights set by hand. Rotary frequencies fall with the dimension, so tokens use slow dimensions only.
 
 WIDTH, HEADS = 64, 1
 SLOW = [*range(16, 32), *range(48, 64)]
 
 
 def by_hand(cls=KVShiftLlamaForCausalLM, *, query=4.0, alpha=(0.0, 1.0), beta=(1.0, 0.0), **options):
-    """One layer, one head, 32 tokens: q = `query` x, k = v = x, the output 10 x, and logits by the product with x."""
+    """Return a model of one layer and head: q = `query` x, k = v = x, output 10 x, logits from the product with x."""
     config_class = KVShiftLlamaConfig if cls is KVShiftLlamaForCausalLM else LlamaConfig
     config = config_class(
         vocab_size=len(SLOW),
@@ -210,7 +210,7 @@ def test_a_whole_model_with_kv_shift_that_is_an_induction_head():
 
 def test_the_same_model_without_shift_attends_to_its_own_kind():
     (score,) = measure_heads(by_hand(LlamaForCausalLM), ROWS).heads
-    # The token itself and its earlier copy, alike in content, share the attention.
+    # The token itself and its earlier copy have the same content, so they share the attention.
     assert score.scores["duplicate_token"] == pytest.approx(0.5, abs=0.01)
     assert score.scores["induction"] < 1e-3
 
@@ -235,7 +235,7 @@ def test_batches_do_not_matter():
 
 
 def test_the_half_that_comes_again_is_told_from_the_first_by_one_position_exactly():
-    # With a token at the start, every position moves by one; of a perfect head all N - 1 answers must stay right.
+    # With a token at the start, every position moves by one; all N - 1 answers of a perfect head must stay right.
     found = measure_heads(by_hand(), replace(ROWS, begin=7))
     assert found.behaviour["second"]["accuracy"] == 1
     assert found.heads[0].alone > 0.99
@@ -258,7 +258,7 @@ def test_halves_are_all_but_the_first_token_of_each(begin):
 def test_models_of_other_families():
     config = GPT2Config(vocab_size=29, n_positions=24, n_embd=15, n_layer=2, n_head=3, attn_implementation="eager")
     found = measure_heads(GPT2LMHeadModel(config).eval(), RepeatConfig(rows=2))
-    assert found.length == 12  # as its positions allow
+    assert found.length == 12  # two copies fill its 24 positions
     assert found.coefficients == []
     assert [(score.layer, score.head) for score in found.heads] == [(n, h) for n in range(2) for h in range(3)]
     for score in found.heads:

@@ -1,4 +1,4 @@
-"""Probes find what slow loops find, and change no bit of the training that they look at."""
+"""Probes find the same as slow loops, and change no bit of the training that they observe."""
 
 import json
 import math
@@ -35,7 +35,7 @@ LONG = 97
 
 
 def slow_kind(row, starts, t):
-    """Of the target at t + 1 of one row, by reading the document before."""
+    """Return the kind of the target at t + 1 of one row, from the part of its document before it."""
     start = max(place for place in starts if place <= t)
     earlier = [s for s in range(start, t) if row[s] == row[t]]
     if any(row[s + 1] == row[t + 1] for s in earlier):
@@ -44,7 +44,7 @@ def slow_kind(row, starts, t):
 
 
 def rows_in_documents(rows=7, length=53, tokens=5, seed=0):
-    """Rows of few tokens, so that all kinds are there, and where their documents start."""
+    """Return rows of few tokens, so that all kinds occur, the starts of their documents, and their positions."""
     random = np.random.default_rng(seed)
     ids = torch.from_numpy(random.integers(0, tokens, (rows, length)))
     starts = [sorted({0, *random.integers(1, length, 3).tolist()}) for _ in range(rows)]
@@ -56,7 +56,7 @@ def rows_in_documents(rows=7, length=53, tokens=5, seed=0):
 @pytest.mark.parametrize("apart", [False, True])
 def test_kinds_of_targets_are_those_of_a_slow_loop(apart, tokens):
     ids, starts, positions = rows_in_documents(tokens=min(tokens, 11))
-    ids = ids * (tokens // 11 or 1)  # large numbers too
+    ids = ids * (tokens // 11 or 1)  # large token ids, too
     kinds = kinds_of_targets(ids, positions if apart else None)
     expected = [
         [KINDS.index(slow_kind(row, starts[number] if apart else [0], t)) for t in range(len(row) - 1)]
@@ -96,7 +96,7 @@ def test_losses_by_kind_and_position_are_those_of_a_slow_loop(apart):
     seen = sum(map(len, by_kind.values()))
     expected = {f"loss_{kind}": np.mean(values) for kind, values in by_kind.items()}
     expected |= {f"share_{kind}": len(values) / seen for kind, values in by_kind.items()}
-    assert late or apart  # of rows cut by chance, none may have a document so long
+    assert late or apart  # among rows cut at random, none may have so long a document
     expected |= {"late_minus_early": np.mean(late) - np.mean(early)} if late else {}
     assert found == pytest.approx(expected, rel=1e-12)
 
@@ -139,7 +139,7 @@ def longer(corpus, out, packing="concat", **changes):
 
 @pytest.fixture(scope="module", params=["concat", "documents"])
 def both(request, corpus, tmp_path_factory):
-    """One run without probes and one with them, with dropout, which draws random numbers at each step."""
+    """Two runs, without and with probes, that use dropout, which draws random numbers at each step."""
     folder = tmp_path_factory.mktemp(request.param)
     model = {"attention_dropout": 0.25, "num_hidden_layers": 2, "intermediate_size": 32}
     (folder / "model.json").write_text(json.dumps(model))
@@ -150,7 +150,7 @@ def both(request, corpus, tmp_path_factory):
 
 
 def tensors(value, name=""):
-    """All that a file of torch holds, by place."""
+    """Return all values of a loaded torch file, by their path in it."""
     if isinstance(value, dict):
         return {k: v for key, each in value.items() for k, v in tensors(each, f"{name}.{key}").items()}
     if isinstance(value, (list, tuple)):
@@ -162,7 +162,7 @@ def test_probes_change_no_bit_of_training(both):
     assert_same_bits(weights(both.with_probes), weights(both.without))
     lines = [line for line in metrics(both.with_probes) if line["kind"] != "probes"]
     assert lines == metrics(both.without)
-    assert result(both.with_probes) == result(both.without)  # the hash of the options too
+    assert result(both.with_probes) == result(both.without)  # including the hash of the options
     for checkpoint in ("checkpoint-4", "checkpoint-8", "checkpoint-12"):
         ours, theirs = both.with_probes / checkpoint, both.without / checkpoint
         assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
@@ -184,7 +184,7 @@ def test_lines_at_each_evaluation(both):
             assert line[score] == max(head[score] for head in line["heads"])
         assert sum(line[f"share_{kind}"] for kind in KINDS) == pytest.approx(1)
         assert 0 <= line["repeat_accuracy"] <= 1
-        assert "late_minus_early" not in line  # rows are not so long
+        assert "late_minus_early" not in line  # the rows are too short for it
     assert metrics(both.without, "probes") == []
 
 
@@ -241,7 +241,7 @@ def test_a_resumed_run_writes_the_same_lines(both, corpus, tmp_path):
     options = {"model": {"config": both.without.parent / "model.json"}, "keep_checkpoints": 9, "packing": both.packing}
     train(longer(corpus, out, **options, probes="induction"))
     assert metrics(out) == metrics(both.with_probes)
-    # They may be left out, or begin, where a run is continued.
+    # Probes may end or begin where a run is continued.
     again = copied(both.with_probes, tmp_path / "again")
     (again / "checkpoint-12" / "manifest.json").unlink()
     train(longer(corpus, again, **options))

@@ -1,4 +1,4 @@
-"""What goes wrong is said in a line, with an exit code, and what was written before is kept."""
+"""An error is reported in one line, with an exit code, and what was written before is kept."""
 
 import importlib
 import os
@@ -24,7 +24,7 @@ from ..run_cases import LENGTH, assert_same_run, copied, disk_of, metrics, tiny
 
 def test_finished_run_is_left_as_it_is(finished, corpus, capfd):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.name != ".lock"}
-    train(tiny(corpus, finished, report_to=(), keep_checkpoints=1, progress=True))  # none of which changes a number
+    train(tiny(corpus, finished, report_to=(), keep_checkpoints=1, progress=True))  # none of these changes a number
     assert "finished" in capfd.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.name != ".lock"} == before
 
@@ -45,7 +45,7 @@ def test_folder_that_cannot_be_made(corpus, tmp_path):
 
 
 def test_loss_that_is_not_finite(corpus, tmp_path, capfd):
-    """The weights explode after the checkpoint of step 4; nothing is written from then on."""
+    """The weights explode; the last checkpoint before that is kept, and nothing is written afterwards."""
     config = tiny(corpus, tmp_path / "run", log_every=1)
     wild = replace(config, optimizer=replace(config.optimizer, learning_rate=1e30, clip_norm=0.0, warmup_steps=0))
     wild = replace(wild, save_every=1)
@@ -73,7 +73,7 @@ def test_start_weights_that_are_not_finite_are_not_blamed_on_the_learning_rate(c
 
 @pytest.mark.parametrize("size", [50_000, 150_000], ids=["weights", "optimizer"])
 def test_full_disk(finished, corpus, tmp_path, size):
-    """The last checkpoint cannot be written: the one before stays, and once there is room the run resumes from it."""
+    """The last checkpoint cannot be written: the one before is kept, and once there is room the run resumes from it."""
     out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
     with disk_of(size), pytest.raises(RunFailedError) as caught:
         train(tiny(corpus, out))
@@ -140,14 +140,14 @@ def test_interrupt_while_data_are_read(corpus, tmp_path, monkeypatch):
 
 
 def test_training_in_a_thread(corpus, tmp_path):
-    """Signals cannot be listened to there; the rest can be done."""
+    """Signals cannot be handled in a thread; everything else works."""
     with ThreadPoolExecutor(1) as thread:
         thread.submit(train, tiny(corpus, tmp_path / "run", steps=1)).result()
     assert (tmp_path / "run" / "result.json").exists()
 
 
 def test_tensorboard_leaves_nothing_outside_its_folder(finished, corpus, tmp_path):
-    """Killed after the last checkpoint: the closing evaluation came when the event files were closed."""
+    """If a run was killed after its last checkpoint, its final evaluation comes after the event files were closed."""
     out = copied(finished, tmp_path)
     train(tiny(corpus, out, report_to=("tensorboard",)))
     assert not (out / "runs").exists()
@@ -175,7 +175,7 @@ def __getattr__(name):
 
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
-    """The package as far as transformers uses it; like the real one, it writes to ./wandb by default."""
+    """A stand-in for the parts of wandb that transformers uses; like the real one, it writes to ./wandb by default."""
     package = tmp_path / "packages" / "wandb"
     (package / "sdk" / "lib").mkdir(parents=True)
     (package / "__init__.py").write_text(WANDB)
@@ -189,7 +189,7 @@ def wandb(tmp_path, monkeypatch):
 
 
 def test_wandb_writes_into_the_folder_of_the_run(finished, corpus, tmp_path, wandb):
-    """The defect: it wrote into the current folder, and a second run of a process logged into the first."""
+    """Nothing goes into the current folder, and a second run in a process does not log into the first."""
     for name, steps in (("one", 12), ("other", 1)):
         train(tiny(corpus, tmp_path / name, report_to=("wandb",), steps=steps))
         assert (tmp_path / name / "wandb").is_dir()
@@ -231,7 +231,7 @@ def test_tokenizer_beside_the_model_that_does_not_fit(finished, corpus, tmp_path
 
 @pytest.mark.parametrize("size", [10, 400], ids=["at once", "later"])
 def test_event_files_that_do_not_fit(finished, corpus, tmp_path, size, monkeypatch):
-    """TensorBoard writes in a thread of its own, which passes the error on at the next line or at the end."""
+    """TensorBoard writes in its own thread, whose error appears at the next line or at the end."""
     out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
     from tensorboard.summary.writer.record_writer import RecordWriter
 

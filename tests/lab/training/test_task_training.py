@@ -1,4 +1,4 @@
-"""Training on tasks: what a run leaves, that it resumes with the same bits, when it stops, what it refuses."""
+"""Training on tasks: the files of a run, resuming with the same bits, early stopping, and refused options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TIMES = ("seconds", "processor_seconds", "step_seconds", "peak_memory_bytes")
 
 
 def tiny(out: Path, **changes: Any) -> TaskTrainConfig:
-    """11 steps of 5 sequences of 13 tokens; evaluations at every third step, checkpoints at every fourth."""
+    """Return options: 11 steps of 5 sequences of 13 tokens, evaluated every third step, saved every fourth."""
     config = TaskTrainConfig(
         out=out,
         task=InductionConfig(length=13, vocab_size=37),
@@ -85,7 +85,7 @@ def test_what_a_run_leaves(finished: Path) -> None:
 
 
 def test_training_is_plain_adamw_on_the_tasks_batches(finished: Path) -> None:
-    """The losses of the run, by hand, from its first weights on."""
+    """The losses of the run equal those of a hand-written loop from its first weights."""
     config = tiny(finished)
     task = InductionTask(InductionConfig(length=13, vocab_size=37))
     model = build_model(llama_config(config.model, vocab_size=37, sequence_length=13), seed=0)
@@ -132,7 +132,7 @@ def test_a_run_that_was_ended_resumes_with_the_same_bits(
 ) -> None:
     def ending(self: TaskBatches, number: int, original: Any = TaskBatches.__getitem__) -> Any:
         if number == ended_before:
-            raise MemoryError  # no error that the run knows: as if the process had been killed
+            raise MemoryError  # the run does not handle this error: as if the process had been killed
         return original(self, number)
 
     with monkeypatch.context() as patch:
@@ -160,7 +160,7 @@ def test_other_options_are_refused(finished: Path) -> None:
 
 
 def test_accumulation_gives_the_step_of_the_whole_batch(tmp_path: Path) -> None:
-    """Two forward passes in a step average over all their labels, however these are spread."""
+    """Two forward passes in a step average over all their labels, however these are distributed."""
     task = HopConfig(letters=9, max_hops=2)
     config = tiny(tmp_path / "run", task=task, steps=1, batch_size=3, accumulation=2)
     train_task(config)
@@ -188,7 +188,7 @@ def test_final_sequences(tmp_path: Path) -> None:
 
 
 def test_training_stops_once_the_task_is_learned(tmp_path: Path) -> None:
-    """At chance, one in the vocabulary, the level is reached at once: three evaluations are enough."""
+    """Even chance is above this level, so training stops after three evaluations."""
     result = train_task(tiny(tmp_path, steps=40, stop_at=1e-9, stop_after=3, task=NGramConfig(vocab_size=2, pairs=3)))
     assert result["steps"] == 9
     assert [line["step"] for line in lines(tmp_path, "eval")] == [3, 6, 9]
@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ended_early_ends_there_again(tmp_path: Path) -> None:
-    """Killed after the checkpoint at which the task was learned: no further step is trained."""
+    """After a kill at the checkpoint at which the task was learned, no further step is trained."""
     config = tiny(tmp_path, steps=40, save_every=3, stop_at=1e-9, task=NGramConfig(vocab_size=2, pairs=3))
     result = train_task(config)
     kinds = [lines(tmp_path, kind) for kind in ("train", "eval", "coefficients")]

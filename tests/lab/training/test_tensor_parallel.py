@@ -1,4 +1,4 @@
-"""Two processes with a part of the model each train it as one process does with the whole."""
+"""Two processes that each hold a part of the model train it like one process that holds all of it."""
 
 import json
 import re
@@ -26,9 +26,9 @@ from kvshift.models.retrofit import add_kv_shift
 from ..run_cases import BEFORE_THE_END, LENGTH, copied, losses, metrics, result, tiny, weights
 from ..runs.test_processes import ROOT, arguments, in_two
 
-EVEN = ["--data.vocab-size", "282"]  # tokens that two processes can share
+EVEN = ["--data.vocab-size", "282"]  # a vocabulary that two processes can divide
 SHARED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
-# Sums over heads are taken in another order; found: 5e-7 of losses near 5, 2e-7 of weights.
+# Sums over heads are taken in another order; measured: 5e-7 for losses near 5, 2e-7 for weights.
 CLOSE = {"rtol": 0, "atol": 2e-6}
 
 
@@ -43,7 +43,7 @@ def start(corpus: Path, out: Path, *options: str, **variables: str) -> subproces
 
 
 def share(corpus: Path, out: Path, *options: str) -> str:
-    """Two processes train what `in_one` does; what they said."""
+    """Train with two processes what `in_one` trains, and return their messages."""
     done = start(corpus, out, *EVEN, *options)
     assert done.returncode == 0, done.stderr
     held = [(int(part), int(all_)) for part, all_ in re.findall(r"holds (\d+) of (\d+)", done.stderr)]
@@ -65,7 +65,7 @@ def assert_same(two: Path, one: Path) -> None:
     assert results[0] == results[1]  # steps, tokens, sequences, parameters, options
     ours, theirs = weights(one), weights(two)
     torch.testing.assert_close({name: theirs[name] for name in ours}, ours, **CLOSE)
-    assert theirs.keys() - ours.keys() <= {"lm_head.weight"}  # a tied one, which transformers writes under both names
+    assert theirs.keys() - ours.keys() <= {"lm_head.weight"}  # tied weights, which transformers writes under both names
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_two_processes_share_a_model_and_one_goes_on(corpus, one, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_go_on_where_one_stopped(corpus, one, tmp_path):
-    """Killed by -9 while they save; then again."""
+    """The processes are killed by SIGKILL while they save, and then started again."""
     resumed = copied(one, tmp_path, without=BEFORE_THE_END)
     assert start(corpus, resumed, *EVEN, KILLED_AT="checkpoint-12").returncode != 0
     assert (resumed / "checkpoint-12" / "optimizer.pt").exists()
@@ -105,7 +105,7 @@ def test_two_processes_go_on_where_one_stopped(corpus, one, tmp_path):
 
 @pytest.mark.slow
 def test_all_that_a_model_may_have(corpus, tmp_path):
-    """Queries shifted too, over three tokens and clamped; tied embeddings; gradient checkpointing."""
+    """Queries are shifted as well, with a window of 3 and clamped; also tied embeddings and gradient checkpointing."""
     model = {
         "shift_targets": ("q", "k", "v"),
         "shift_window": 3,
@@ -121,7 +121,7 @@ def test_all_that_a_model_may_have(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_from_a_model_with_qk_norm(corpus, tmp_path):
-    """Every process has all of its norms, which see the heads of one process alone; coefficients do not learn."""
+    """Every process has whole norms, which see only the heads of that process; the coefficients are frozen."""
     first, one, two = tmp_path / "first", tmp_path / "one", tmp_path / "two"
     train(in_one(corpus, first, steps=2, model={"qk_norm": True, "shift_constraint": "gate"}))
     train(in_one(corpus, one, init_from=str(first), batch_size=8, model={"freeze_shift": True}))
@@ -130,7 +130,7 @@ def test_from_a_model_with_qk_norm(corpus, tmp_path):
 
 
 def test_the_example_asks_for_it():
-    """`accelerate launch` sets what `SHARED` does, for 8 processes."""
+    """`accelerate launch` sets the variables in `SHARED`, for 8 processes."""
     example = ROOT / "examples" / "accelerate" / "tensor_parallel.yaml"
     command = f"--config_file {example} --num_processes 8 -m kvshift train"
     launch, _, _ = _validate_launch_command(launch_command_parser().parse_args(command.split()))
@@ -140,7 +140,7 @@ def test_the_example_asks_for_it():
 
 @pytest.fixture
 def shared(monkeypatch) -> None:
-    """The settings of a launcher that has started two processes."""
+    """Set the variables of a launcher that has started two processes."""
     for name, value in {**SHARED, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
 
@@ -215,7 +215,7 @@ def test_dropout_of_attention_is_refused(shared):
 
 @pytest.mark.slow
 def test_a_refusal_is_said_once_before_the_first_step(corpus, tmp_path):
-    """281 tokens."""
+    """Two processes cannot divide 281 tokens."""
     done = start(corpus, tmp_path / "run")
     assert done.returncode != 0
     assert done.stderr.count("kvshift train: model.vocab_size must be a multiple of") == 1, done.stderr

@@ -1,4 +1,4 @@
-"""What a run leaves behind, the command that made it, and options that are refused before anything is written."""
+"""The files that a run leaves, its command, and options that are refused before anything is written."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def test_coefficients_in_force_and_of_queries(corpus, tmp_path):
 
 
 def test_result_is_that_of_the_saved_model(finished, corpus):
-    """The losses of each sequence, from model and tokenizer as a user loads them."""
+    """The losses of each sequence are recomputed with model and tokenizer as a user loads them."""
     values = result(finished)
     model = KVShiftLlamaForCausalLM.from_pretrained(finished / "model").eval()
     assert model.config.use_cache
@@ -106,11 +106,11 @@ def test_losses_of_sequences_by_hand():
 
 
 def test_summary_by_hand():
-    even = summarize(np.array([2.0, 6.0, 4.0]), np.array([2, 2, 2]))  # means 1, 3, 2
+    even = summarize(np.array([2.0, 6.0, 4.0]), np.array([2, 2, 2]))  # the means are 1, 3, 2
     assert even == pytest.approx({"loss": 2.0, "loss_stderr": 1 / math.sqrt(3), "perplexity": math.exp(2), "rows": 3})
     uneven = summarize(np.array([3.0, 5.0]), np.array([1, 3]))
     assert uneven["loss"] == 2.0
-    assert uneven["loss_stderr"] == pytest.approx(math.sqrt(2) / (2 * math.sqrt(2)))  # residuals 1 and -1
+    assert uneven["loss_stderr"] == pytest.approx(math.sqrt(2) / (2 * math.sqrt(2)))  # the residuals are 1 and -1
     assert "loss_stderr" not in summarize(np.array([3.0]), np.array([2]))
 
 
@@ -140,7 +140,7 @@ def test_environment(finished):
 
 
 def test_config_file_of_another_model(finished, corpus, tmp_path):
-    """A saved model's config.json names a model, and options beside it change single fields."""
+    """The config.json of a saved model defines a model, and options beside it change single fields."""
     config = finished / "model" / "config.json"
     train(tiny(corpus, tmp_path, model={"config": config, "hidden_size": None, "qk_norm": True}, steps=1))
     model = KVShiftLlamaForCausalLM.from_pretrained(tmp_path / "model")
@@ -159,7 +159,7 @@ def test_tensorboard(corpus, tmp_path):
 
 
 def test_command_line(corpus, finished, tmp_path, capfd):
-    """The same run by its options; and help that says each with its unit or default."""
+    """Command-line options give the same run, and the help shows each option with its unit or default."""
     out = tmp_path / "run"
     command = f"train --out {out} --data.corpus {corpus} --data.vocab-size 281 --data.sequence-length {LENGTH} "
     command += "--model.hidden-size 24 --model.num-attention-heads 2 --steps 12 --batch-size 4 --eval-rows 11 "
@@ -182,7 +182,7 @@ def test_command_line(corpus, finished, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_interrupt_from_the_keyboard(corpus, tmp_path):
-    """One line, exit code 130, a whole checkpoint; and the same command resumes."""
+    """The interrupt gives one line, exit code 130 and a complete checkpoint; the same command resumes."""
     out = tmp_path / "run"
     command = [sys.executable, "-m", "kvshift", "train", "--out", str(out), "--data.corpus", str(corpus)]
     command += [
@@ -276,7 +276,7 @@ def test_options_that_cannot_be(corpus, tmp_path, change, said, monkeypatch):
 
 @pytest.mark.parametrize(("name", "kind"), [("cp", "context parallelism"), ("sp", "Ulysses sequence parallelism")])
 def test_parts_of_sequences(corpus, tmp_path, name: str, kind: str, monkeypatch):
-    """As `accelerate launch --use_parallelism_config true --parallelism_config_cp_size 2` sets the environment."""
+    """`accelerate launch --use_parallelism_config true --parallelism_config_cp_size 2` sets such an environment."""
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "2")
     said = rf"parallelism_config_{name}_size is 2 \({kind}\), expected 1: .*the token before.*fsdp2.yaml"

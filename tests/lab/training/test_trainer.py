@@ -1,4 +1,4 @@
-"""What a step computes: the loss of plain Trainer code, accumulation, groups of parameters, schedules."""
+"""A training step: the loss of plain Trainer code, accumulation, groups of parameters, and schedules."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ from ..run_cases import LENGTH, assert_same_bits, losses, metrics, result, tiny,
 
 
 class PlainTrainer(Trainer):
-    """transformers' own, but for the order of the sequences."""
+    """Transformers' Trainer, except for the order of the sequences."""
 
     def get_train_dataloader(self):
         return self.accelerator.prepare(
@@ -184,7 +184,7 @@ def test_bf16_where_asked_for(corpus, tmp_path, finished):
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path).values())
 
 
-@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # torch raises it itself
 @pytest.mark.slow
 def test_compiled_model_learns_the_same(corpus, tmp_path):
     plain, compiled = tmp_path / "plain", tmp_path / "compiled"

@@ -1,4 +1,4 @@
-"""`tune`: a part of the model is trained and kept in checkpoints; all else stays as it was, to the bit."""
+"""`tune`: one part of the model is trained and saved in checkpoints; everything else is unchanged to the bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ every_part = pytest.mark.parametrize("part", PARTS)
 
 @pytest.fixture(scope="module")
 def source(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a shift at the identity, of two layers, trained a little."""
+    """The folder of a model with two layers and an identity shift, trained for two steps."""
     out = tmp_path_factory.mktemp("source") / "run"
     model = {"shift_init": "identity", "freeze_shift": True}
     train(tiny(corpus, out, model=model, steps=2))
@@ -46,7 +46,7 @@ def config_of(corpus: Path, out: Path, source: Path, part: str, **changes: Any) 
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The finished run of each part."""
+    """The folders of the finished runs, by part."""
     folder = tmp_path_factory.mktemp("runs")
     for part in PARTS:
         train(config_of(corpus, folder / part, source, part))
@@ -73,7 +73,7 @@ def test_what_is_trained(part: str, runs: dict[str, Path], source: Path):
 
 
 def test_numbers_that_are_trained(runs: dict[str, Path]):
-    """Two layers of two heads of 12: LoRA of rank 8 has 8 * (24 + 24) numbers for each of four projections."""
+    """With two layers of two heads of 12, LoRA of rank 8 has 8 * (24 + 24) numbers in each of four projections."""
     trained = {part: result(out)["trained_parameters"] for part, out in runs.items()}
     assert trained == {"shift": 16, "current": 16, "lora": 2 * 4 * 8 * 48, "shift+lora": 2 * 4 * 8 * 48 + 16}
 
@@ -119,7 +119,7 @@ def small_model(**options: Any) -> KVShiftLlamaForCausalLM:
 
 
 def assert_merging_keeps_outputs(model: Any, ids: Tensor, before: Tensor) -> None:
-    """With another B, LoRA changes what `before` holds, and merged it computes what it did beside the weights."""
+    """Assert that LoRA with another B changes the logits `before`, and that merging it keeps the changed logits."""
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             parameter.normal_()

@@ -1,4 +1,4 @@
-"""Twins are equal in everything but the shift; the vanilla one is saved as a plain Llama, which any program loads."""
+"""Twins differ in the shift only; the vanilla one is saved as a plain Llama, which any program can load."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def as_before(folder: Path) -> None:
-    """What a version of this package that knew no plain Llama wrote."""
+    """Rewrite config.json as an older version of this package wrote it, which did not know plain Llama."""
     values = described(folder) | OURS | {"model_type": "kvshift_llama", "architectures": ["KVShiftLlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(values))
 
@@ -73,7 +73,7 @@ def test_model_and_checkpoints_are_plain_llama(plain: Path) -> None:
 
 
 def test_transformers_own_llama_has_the_losses_of_the_run(plain: Path, corpus: Path) -> None:
-    """Documents apart, by their position_ids, as long as it is told to keep no cache."""
+    """Transformers' Llama keeps documents apart by their position_ids, as long as it uses no cache."""
     model = AutoModelForCausalLM.from_pretrained(plain / "model").eval()
     config = tiny(corpus, plain, data={"packing": "documents"}).data
     rows = load_text_data(config, seed=0, tokenizer_folder=plain / "tokenizer").validation
@@ -84,7 +84,7 @@ def test_transformers_own_llama_has_the_losses_of_the_run(plain: Path, corpus: P
         with torch.no_grad():
             assert model(**batch, use_cache=False).loss.item() == pytest.approx(loss, abs=1e-6)
             together.append(abs(model(**batch).loss.item() - loss) > 1e-4)
-    assert any(together)  # a cache makes it forget where documents begin
+    assert any(together)  # with a cache, it ignores where documents begin
 
 
 @pytest.mark.parametrize("model", [{}, VANILLA | {"qk_norm": True}, VANILLA | {"sliding_window": 11}], ids=str)
@@ -111,7 +111,7 @@ def test_runs_of_before_and_of_now_are_read_alike(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By what compares two runs, which takes both as the class that was trained."""
+    """Code that compares two runs loads both as the class that was trained."""
     monkeypatch.setattr("kvshift.lab.compare.step_time._LEAST_SECONDS", 1e-9)
     before = shutil.copytree(plain, tmp_path / "before")
     as_before(before / "model")
@@ -200,7 +200,7 @@ def test_batches_are_equal(corpus, tmp_path, monkeypatch):
         monkeypatch.setattr(training, "collate", recording)
         seed, steps = (7, 1) if name == "other seed" else (0, 3)
         train(tiny(corpus, tmp_path / name, model=model, data={"packing": "documents"}, seed=seed, steps=steps))
-    assert len(seen["shift"]) > 3  # validation sequences too
+    assert len(seen["shift"]) > 3  # including validation sequences
     for name in ("input_ids", "position_ids", "labels"):
         for vanilla, shift in zip(seen["vanilla"], seen["shift"], strict=True):
             assert torch.equal(vanilla[name], shift[name])
@@ -220,7 +220,7 @@ def test_identity_that_is_frozen_trains_as_vanilla(corpus, vanilla, vanilla_docu
 
 
 def test_free_coefficients_do_not_train_as_vanilla(corpus, vanilla, tmp_path, finished):
-    """The test above can fail: only frozen and at the identity are twins the same."""
+    """The test above can fail: twins are the same only if frozen at the identity."""
     assert losses(vanilla)[0] != losses(finished)[0]
     train(tiny(corpus, tmp_path, model={"shift_init": "identity"}, steps=4))
     assert losses(vanilla)[0] == losses(tmp_path)[0]

@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def rotated(x_TD: Tensor, base: float) -> Tensor:
-    """Elements i and i + D/2 as one complex number, times e^(i t / base^(2i / D))."""
+    """Rotate elements i and i + D/2 as one complex number, by e^(i t / base^(2i / D))."""
     length, size = x_TD.shape
     angles = [[t / base ** (2 * i / size) for i in range(size // 2)] for t in range(length)]
     angles_Tc = torch.tensor(angles, dtype=x_TD.dtype)
@@ -31,11 +31,11 @@ def rotated(x_TD: Tensor, base: float) -> Tensor:
 
 
 def attended(q_TD: Tensor, k_TD: Tensor, v_TD: Tensor) -> Tensor:
-    """Each query's mean of the values up to its own, weighted by softmax(q . k / sqrt(D))."""
+    """Return each query's mean of the values up to its position, weighted by softmax(q . k / sqrt(D))."""
     size = q_TD.shape[1]
     return torch.stack([(k_TD[: t + 1] @ q / math.sqrt(size)).softmax(0) @ v_TD[: t + 1] for t, q in enumerate(q_TD)])
 
 
 def mixed(x_TD: Tensor, now: Tensor | float, before: Tensor | float) -> Tensor:
-    """now * x[t] + before * x[t-1], and nothing before the first."""
+    """Return now * x[t] + before * x[t-1], where x[-1] is zero."""
     return torch.stack([now * x_TD[t] + (before * x_TD[t - 1] if t else 0) for t in range(x_TD.shape[0])])

@@ -14,7 +14,7 @@ from ...models.llama.tiny import random_tokens
 from . import test_differential as differential
 from . import test_mla as mla
 
-# Of each form what makes a model, in float64, and the loop.
+# For each form, a function that makes a model, in float64, and the loop.
 FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     **{
         f"{name}, {'QK-norm' if qk_norm else 'plain'}": (
@@ -81,5 +81,5 @@ def test_gradients_are_those_of_the_loop(form: str) -> None:
         model = make()
         logits(model).square().sum().backward()
         gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
-    for key, gradient in gradients[0].items():  # norms and rotary angles are in float32, in a float64 model too
+    for key, gradient in gradients[0].items():  # norms and rotary angles are float32 even in a float64 model
         assert (gradient - gradients[1][key]).abs().max() <= 3e-6 * gradient.abs().max(), key

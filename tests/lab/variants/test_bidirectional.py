@@ -1,4 +1,4 @@
-"""The shift that looks both ways against a slow loop of its formula, and an encoder with it: each document as alone."""
+"""The bidirectional shift against a slow loop, and encoders with it: each document gives what it gives alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def encoder(direction: str, variant: str = "kv-shift", seed: int = 3) -> Any:
 
 
 def after(row: list[int | None], t: int) -> int | None:
-    """The position of the token after t in its document."""
+    """Return the position of the token after t in its document, or None if there is none."""
     found = before(row[::-1], len(row) - 1 - t)
     return None if found is None else len(row) - 1 - found
 
@@ -98,7 +98,7 @@ def test_one_token_and_none(direction: str) -> None:
 def test_documents_and_padded_sequences_are_each_as_alone(direction: str, attention: str) -> None:
     model = encoder(direction)
     model.set_attn_implementation(attention)
-    # Transformers' eager attention takes the softmax in float32.
+    # Transformers' eager attention computes the softmax in float32.
     close: Any = {"rtol": 1e-10, "atol": 1e-10} if attention == "sdpa" else {"rtol": 1e-6, "atol": 1e-7}
     first, second, third = ([3, 1, 4, 1], [5, 9], [2, 6, 5])
     alone = [model(torch.tensor([document])).logits[0] for document in (first, second, third)]
@@ -120,7 +120,7 @@ def test_documents_and_padded_sequences_are_each_as_alone(direction: str, attent
 
 @torch.no_grad()
 def test_it_sees_what_follows_and_the_shift_its_own_way() -> None:
-    """A key depends on the tokens that the shift reads, and on no other; attention reads the rest of the document."""
+    """A key depends only on the tokens that the shift reads; attention reads the rest of the document."""
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
     for direction, reach in (("previous", {-1, 0}), ("next", {0, 1}), ("both", {-1, 0, 1})):
         shift = encoder(direction).model.layers[0].self_attn.shift
@@ -175,7 +175,7 @@ def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
 
 
 def test_a_mask_of_pairs_is_refused() -> None:
-    """It would say what attention sees, which is both ways here."""
+    """Such a mask would restrict attention, which must see both directions here."""
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
     with pytest.raises(
         ValueError, match=r"attention_mask must be \(batch, positions\) or None for an encoder, got \(1"

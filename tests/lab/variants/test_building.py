@@ -1,4 +1,4 @@
-"""The JSON file of `--model.config`: every field is known, and single options stand above it."""
+"""The JSON file of `--model.config`: every field must be known, and single options override it."""
 
 import json
 
@@ -9,7 +9,7 @@ from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaConfig
 
-# As Meta's are on the hub, older fields included.
+# The fields of Meta's files on the hub, including older ones.
 LLAMA = {
     "_name_or_path": "meta-llama/small",
     "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""Variants by name: what a name makes of options, what it is called, and what is refused."""
+"""Variants by name: the options that a name stands for, the label of options, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions of keys and values: their formula as a slow loop, held to by `test_mixing.py`, and their parts."""
+"""Convolutions of keys and values: their parts, and a slow loop of their formula for `test_mixing.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(form: Any) -> ChannelConvolution:
 
 
 def by_loop(conv: ChannelConvolution, which: str, x: Tensor, rows: list[list[int | None]], _: Tensor) -> Tensor:
-    """In double precision, number by number; padding is left as 0."""
+    """Compute in double precision, number by number. Padding stays 0."""
     weight = conv.alpha if which == "k" else conv.beta
     y, taps = torch.zeros_like(x, dtype=torch.float64), weight.double().view(*x.shape[2:], -1)
     for b, row in enumerate(rows):
@@ -71,10 +71,10 @@ def test_inkling_is_what_transformers_computes() -> None:
     theirs = pytest.importorskip("transformers.models.inkling.modeling_inkling").InklingShortConvolution(60, 4, 0, 0)
     ours, (k, _) = made(partial(find_variant("inkling").make, HEADS)), heads()
     with torch.no_grad():
-        theirs.conv1d.weight.copy_(ours.alpha.flip(1).unsqueeze(1))  # theirs has the current token last
+        theirs.conv1d.weight.copy_(ours.alpha.flip(1).unsqueeze(1))  # theirs have the current token last
     got = ours.mix(k, k, None, mask=None, seq_idx=None)[0]
     torch.testing.assert_close(got.flatten(2), theirs(k.flatten(2)), rtol=1e-6, atol=1e-6)
-    mask = given(LAYOUTS["padding"])["mask"][1:2]  # on the left
+    mask = given(LAYOUTS["padding"])["mask"][1:2]  # padding on the left
     got = ours.mix(k[1:2], k[1:2], None, mask=mask, seq_idx=None)[0]
     there = theirs(k[1:2].flatten(2), conv_mask=mask)
     torch.testing.assert_close(got.flatten(2)[mask], there[mask], rtol=1e-6, atol=1e-6)
@@ -99,7 +99,7 @@ def test_how_they_start() -> None:
         "conv-2": (5000, 2),
     }
     assert weights["canon"].abs().max() <= 0.5
-    # the standard error of each of these is at most 0.6 % of the spread
+    # The standard error of each of these is at most 0.6 % of the standard deviation.
     assert weights["canon"].std().item() == pytest.approx(12**-0.5, rel=0.03)
     assert weights["inkling"].std().item() == pytest.approx(0.02, rel=0.03)
     torch.testing.assert_close(weights["conv-2"].sum(1), torch.ones(5000))

@@ -1,4 +1,4 @@
-"""Differential attention: its formula as a slow loop, which `test_attending.py` holds it to, and its parts."""
+"""Differential attention: its parts, and a slow loop of its formula for `test_attending.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS = [(name, qk_norm) for name in NAMES for qk_norm in (False, True)]
 
 
 def by_loop(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor, number: int) -> Tensor:
-    """The attention of one layer: each head by itself, each pair taken apart."""
+    """Compute the attention of one layer, one head after the other, with each pair of halves separated."""
     wide = 2 if config.halve_heads else 1
     heads, kv_heads, size = (
         config.num_attention_heads // wide,
@@ -106,7 +106,7 @@ def test_start_values() -> None:
 
 @pytest.mark.parametrize(("name", "added"), [("differential", 192 - 64), ("differential-wide", 384 - 0)])
 def test_parameters_of_the_papers_size(name: str, added: int) -> None:
-    """Four vectors and a gain of each layer, 4d + 2d; less what QK-norm needs of gains, 2d in place of 2 x 64."""
+    """Each layer adds four vectors and a gain, 4d + 2d; its QK-norm has gains of 2d instead of 2 x 64."""
     size = describe(with_variant(ModelConfig(size="0.2B"), name), vocab_size=50_304, length=9)
     assert find_variant(name).added_parameters(size) == 12 * added
     size.qk_norm = False
@@ -114,7 +114,7 @@ def test_parameters_of_the_papers_size(name: str, added: int) -> None:
 
 
 def test_on_the_small_gpt2() -> None:
-    """The same formula on its matrix for queries, keys and values, without rotary embedding."""
+    """The formula is the same with one matrix for queries, keys and values, and no rotary embedding."""
     options = with_variant(GPT2Options(width=24, heads=3, layers=1, dropout=0.0), "differential")
     model: Any = build_model(describe(options, vocab_size=23, length=9), seed=0, variant="differential").double()
     randomize(model)

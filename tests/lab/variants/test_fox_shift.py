@@ -1,4 +1,4 @@
-"""The data-dependent shift of FoX: its formula as a slow loop, which `test_mixing.py` holds it to."""
+"""The data-dependent shift of FoX, with a slow loop of its formula for `test_mixing.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def made() -> FoXShift:
 
 
 def by_loop(shift: FoXShift, which: str, x: Tensor, rows: list[list[int | None]], hidden: Tensor) -> Tensor:
-    """In double precision, head by head."""
+    """Compute in double precision, head by head."""
     y = torch.zeros_like(x, dtype=torch.float64)
     for b, row in enumerate(rows):
         for t in range(len(row)):

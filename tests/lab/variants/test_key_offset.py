@@ -1,4 +1,4 @@
-"""The partial key offset: its formula as a slow loop, which `test_mixing.py` holds it to, and a view of keys."""
+"""The partial key offset: a slow loop of its formula for `test_mixing.py`, and a view of keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What stands where an attention has its shift, against the slow loop of its formula: alone, in pieces, in a model.
+"""Modules that replace the shift of attention against slow loops of their formulas: alone, in pieces, in a model.
 
-Then of all variants that decode with a cache: cached = uncached = each sequence alone, however it is fed.
+For all variants that decode with a cache: cached = uncached = each sequence alone, however it is fed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from . import test_key_offset as key_offset
 from .layouts import HEADS, LAYOUTS, given, heads
 from .test_variant import TOKENS, documents, padded, shaken
 
-# Of each form what makes one, and the loop: of it, "k" or "v", such heads, sequences, and what the projections read.
+# For each form, a function that makes the module, and its loop over (module, "k" or "v", heads, sequences, hidden).
 FORMS: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
     **{name: (partial(convolution.made, form), convolution.by_loop) for name, form in convolution.FORMS.items()},
     **{name: (form, key_offset.by_loop) for name, form in key_offset.FORMS.items()},
@@ -49,7 +49,7 @@ def hidden_states(dtype: torch.dtype = torch.float32) -> Tensor:
 
 @covering(form=list(FORMS), rows=LAYOUTS, dtype=list(ROUNDED), cast=[False, True])
 def test_by_the_loop(form: str, rows: list[list[int | None]], dtype: torch.dtype, cast: bool) -> None:
-    """Also when the module is cast, like a model that holds it."""
+    """This also holds for a module that was cast, as a cast of its model does."""
     make, by_loop = FORMS[form]
     mixer, (k, v), hidden, real = make(), heads(dtype), hidden_states(dtype), given(rows)["mask"]
     mixer = mixer.to(dtype) if cast else mixer
@@ -88,12 +88,12 @@ def test_gradients(form: str) -> None:
 @every_form
 @pytest.mark.parametrize("rows", LAYOUTS.values(), ids=LAYOUTS)
 def test_in_any_two_pieces(form: str, rows: list[list[int | None]]) -> None:
-    """The state holds the last real tokens; the second piece continues the document that is last in it."""
+    """The state holds the last real tokens; the second piece continues the last document."""
     mixer, (k, v), hidden, where = FORMS[form][0](), heads(), hidden_states(), given(rows)
     with reading(mixer, hidden):
         whole = mixer.mix(k, v, None, **where)
     real, numbers = where["mask"], where["seq_idx"].clone()
-    for b, row in enumerate(rows):  # where padding stands, the number of the document before it
+    for b, row in enumerate(rows):  # padding gets the number of the document before it
         for t in range(1, len(row)):
             if row[t] is None:
                 numbers[b, t] = numbers[b, t - 1]
@@ -109,7 +109,7 @@ def test_in_any_two_pieces(form: str, rows: list[list[int | None]]) -> None:
             for parts, x in zip(found, mixed, strict=True):
                 parts.append(x)
         for parts, expected in zip(found, whole, strict=False):
-            atol = 1e-6 if form == "fox" else 0  # whose gates are a product of matrices
+            atol = 1e-6 if form == "fox" else 0  # its gates are a product of matrices
             torch.testing.assert_close(torch.cat(parts, dim=1)[real], expected[real], rtol=0, atol=atol)
 
 
@@ -119,7 +119,7 @@ BY_LOOP |= dict.fromkeys(("key-offset", "key-offset-whole"), key_offset.by_loop)
 
 @pytest.mark.parametrize("name", BY_LOOP)
 def test_where_it_stands(name: str) -> None:
-    """Before norm and rotary embedding of the keys, Canon between them; values have neither. It reads documents."""
+    """Keys are mixed before norm and rotary embedding (Canon: after the norm), values without either, by document."""
     options = with_variant(ModelConfig(hidden_size=24, num_attention_heads=2, num_hidden_layers=1, qk_norm=True), name)
     model = build_model(describe(options, vocab_size=31, length=9), seed=0, variant=name).double()
     layer: Any = model.model.layers[0]
@@ -144,14 +144,14 @@ def test_where_it_stands(name: str) -> None:
     assert getattr(attention.shift, "_gates", None) is None
 
 
-# What stands in the place of the shift or before the layers; KV shift has its own tests in tests/models/llama.
+# Variants that replace the shift or come before the layers; KV shift has its own tests in tests/models/llama.
 CACHED = ("canon", "inkling", "conv-2", "key-offset", "key-offset-whole", "fox-shift", "smear")
 every_cached = pytest.mark.parametrize("name", CACHED)
 both_families = pytest.mark.parametrize("family", ["llama", "gpt2"])
 
 
 def decoder(name: str, family: str) -> Any:
-    """Without the head; the lab's GPT-2 has a cache only there."""
+    """Return the model without its head; the lab's GPT-2 has a cache only there."""
     model = shaken(name, family).double()
     return model.model if family == "llama" else model.transformer
 
@@ -165,7 +165,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 
 def fed(body: Any, ids: Tensor, pieces: list[int], **first: Any) -> Tensor:
-    """Hidden states of (B, T) ids that are fed in pieces of such lengths; `first` is for the first piece."""
+    """Return the hidden states of (B, T) ids fed in pieces of these lengths; `first` goes with the first piece."""
     cache, found = None, []
     for piece in ids.split(pieces, dim=1):
         output = body(input_ids=piece, **{CACHE: cache}, use_cache=True, **first)
@@ -213,7 +213,7 @@ def test_padded_prompts_go_on_each_as_alone(name: str, side: str, family: str) -
 
 @covering(name=CACHED, chunk=[2, 3], family=["llama", "gpt2"])
 def test_a_padded_prompt_in_chunks(name: str, chunk: int, family: str) -> None:
-    """The first chunks of the shorter prompts are padding alone."""
+    """The first chunks of the shorter prompts contain only padding."""
     body, texts = decoder(name, family), documents()
     ids, mask, positions = padded(texts, "left")
     cache, states = None, []

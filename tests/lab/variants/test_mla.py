@@ -1,4 +1,4 @@
-"""MLA: its formula as a slow loop, which `test_attending.py` holds it to, transformers' DeepSeek-V2, and its parts."""
+"""MLA: a slow loop of its formula for `test_attending.py`, transformers' DeepSeek-V2, and its parts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ both = pytest.mark.parametrize("form", ["mla", "shifted", "shifted, rotated key 
 
 
 def by_loop(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor, _: int) -> Tensor:
-    """The attention of one layer, each head by itself."""
+    """Compute the attention of one layer, head by head."""
     rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
     base, heads = config.rope_parameters["rope_theta"], config.num_attention_heads
     down = linear(layer, "kv_a_proj_with_mqa", x_TE)
@@ -82,9 +82,9 @@ def test_the_cache_holds_latents(form: str, numbers: int) -> None:
 
 @both
 def test_in_bfloat16(form: str) -> None:
-    """Against the same rounded weights in double precision, over 8 models, at twice the distance that Llama has.
+    """The distance to double precision with the same rounded weights is at most twice Llama's, over 8 models.
 
-    Before attention Llama rounds once, to keys and values; here latents are rounded, and then keys and values.
+    Before attention, Llama rounds once, to keys and values; here latents are rounded, and then keys and values.
     """
     distances: dict[str, float] = {form: 0.0, "llama": 0.0}
     ids = random_tokens(4, 9)
@@ -116,8 +116,8 @@ def test_the_hard_shift_moves_bits(form: str) -> None:
 
 
 def test_it_is_deepseeks() -> None:
-    """The same weights in transformers' attention, which rotates neighbouring dimensions where ours rotates halves."""
-    fields = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}  # theirs must be even
+    """Transformers computes the same with the same weights, where neighbouring dimensions rotate instead of halves."""
+    fields = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}  # even, for DeepSeek
     config = MLALlamaConfig(**{**SIZES, **fields, "attention_bias": False, "rms_norm_eps": 1e-6})
     model = MLALlamaForCausalLM(config)
     randomize(model)
@@ -130,7 +130,7 @@ def test_it_is_deepseeks() -> None:
         0,
     )
     weights = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
-    neighbours = torch.tensor([0, 2, 1, 3])  # of 4: dimension 1 of theirs is the second half's first of ours
+    neighbours = torch.tensor([0, 2, 1, 3])  # dimension 1 of transformers' 4 is the first of our second half
     down = weights["kv_a_proj_with_mqa.weight"]
     down[10:] = down[10:][neighbours]
     queries = weights["q_proj.weight"].view(heads, 10, -1)
@@ -149,7 +149,7 @@ def test_it_is_deepseeks() -> None:
 
 
 def test_parameters_of_the_papers_size() -> None:
-    """1.0 % more than vanilla, 3.3 % with a rotated key for each head; the paper says about 5 %."""
+    """This is 1.0 % more than vanilla, and 3.3 % with a rotated key for each head; the paper says about 5 %."""
     size = describe(with_variant(ModelConfig(size="0.2B"), "mla"), vocab_size=50_304, length=9)
     vanilla = 2 * (768 * 256 + 256) + 2 * 64  # keys, values, QK-norm
     ours = 768 * (256 + 32) + (256 + 32) + 256 + 256 * 12 * (32 + 64)

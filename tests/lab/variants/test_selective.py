@@ -24,14 +24,14 @@ both_axes = pytest.mark.parametrize("axis", ["query", "key"])
 
 
 def heads(batch: int, length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
-    """Scores are of size 2: large enough that F leaves some keys nearly nothing."""
+    """Return queries, keys and values with scores of size 2: large enough that F nearly removes some keys."""
     chance = torch.Generator().manual_seed(seed)
     shapes = [(batch, number, length, SIZE) for number in (HEADS, KV_HEADS, KV_HEADS)]
     return [(torch.randn(shape, generator=chance, dtype=torch.float64) * 1.5).to(dtype) for shape in shapes]
 
 
 def by_loop(q: Tensor, k: Tensor, v: Tensor, axis: str, rows: list[list[int | None]]) -> Tensor:
-    """Token by token in each row, of those of its own document alone; 0 on padding."""
+    """Compute token by token in each row, among the tokens of one document. Padding gives 0."""
     out = torch.zeros_like(q)
     for b, row in enumerate(rows):
         for document in {number for number in row if number is not None}:
@@ -69,7 +69,7 @@ def test_both_forms_by_the_loop(rows: list[list[int | None]], axis: Any) -> None
 
 
 def test_a_case_by_hand() -> None:
-    """Queries 0, 2, 2, 2 and keys 1: token 2 chooses token 1 by 2, token 3 chooses tokens 1 and 2 by 2."""
+    """Queries are 0, 2, 2, 2, 2 and keys 1: token 2 chooses token 1 by 2, token 3 chooses tokens 1 and 2 by 2."""
     q = torch.tensor([0.0, 2.0, 2.0, 2.0, 2.0]).view(1, 1, 5, 1)
     k = v = torch.ones(1, 1, 5, 1)
     _, weights = selective_attention_whole(q, k, v, scaling=1.0)
@@ -85,7 +85,7 @@ def test_a_case_by_hand() -> None:
 @both_axes
 @every_layout
 def test_gradients_of_blocks(rows: list[list[int | None]], axis: Any) -> None:
-    """Those that autograd has for the whole form, in double precision."""
+    """The gradients equal those of autograd for the whole form, in double precision."""
     weight = torch.randn(5, HEADS, 7, SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     inputs = [x.requires_grad_() for x in heads(5, 7, seed=1)]
     where: Any = {"scaling": SCALING, "axis": axis, **given(rows)}
@@ -99,7 +99,7 @@ def test_gradients_of_blocks(rows: list[list[int | None]], axis: Any) -> None:
 @both_axes
 @pytest.mark.parametrize("length", [1, 64, 65, 331])
 def test_blocks_are_the_whole_in_float32(length: int, axis: Any) -> None:
-    """Output and gradients, at the length of one block, one more, and several."""
+    """Output and gradients are equal for one token, one block, one token more, and several blocks."""
     seen = torch.arange(length).expand(2, -1)
     where = {"mask": seen >= torch.tensor([[0], [min(7, length - 1)]]), "seq_idx": (seen > 0.6 * length).long()}
     results = []
@@ -124,7 +124,7 @@ def test_backward_twice_and_the_same_bits(axis: Any) -> None:
 
 @both_axes
 def test_blocks_have_no_second_derivative(axis: Any) -> None:
-    """Not even for `autograd.grad` of an input, which leaves out of the graph what is not on the way to it."""
+    """This includes `autograd.grad` of an input, whose graph leaves out everything that is not on the way to it."""
     q, k, v = (x.requires_grad_() for x in heads(1, 5))
     out = selective_attention(q, k, v, scaling=0.3, axis=axis)
     with pytest.raises(RuntimeError, match=r"no second derivative; selective_attention_whole has one"):
@@ -133,7 +133,7 @@ def test_blocks_have_no_second_derivative(axis: Any) -> None:
 
 @both_axes
 def test_blocks_in_bfloat16(axis: Any) -> None:
-    """As near to double precision as the whole form is, by itself and under autocast."""
+    """The blocks are as near to double precision as the whole form is, also under autocast."""
     inputs = heads(2, 131, torch.bfloat16)
     exact, _ = selective_attention_whole(*(x.double() for x in inputs), scaling=SCALING, axis=axis)
     whole, _ = selective_attention_whole(*inputs, scaling=SCALING, axis=axis)
@@ -147,7 +147,7 @@ def test_blocks_in_bfloat16(axis: Any) -> None:
 
 @both_axes
 def test_memory_grows_with_the_context(axis: Any) -> None:
-    """The peak of forward and backward, 256 tokens more and 256 again: as much again; by the square, 1.4 times that."""
+    """Each further 256 tokens raise the peak of both passes equally; quadratic growth would give a ratio of 1.4."""
     peaks = []
     for length in (512, 768, 1024):
         inputs = [x.requires_grad_() for x in heads(1, length, torch.float32)]

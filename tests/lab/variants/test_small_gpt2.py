@@ -1,4 +1,4 @@
-"""The lab's GPT-2: what its outputs are, twins, saving, and what is refused."""
+"""The lab's GPT-2: its outputs, twins, saving, and what it refuses."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ def batch(rows: int = 5):
 def test_logits_against_the_formulas(options: GPT2Options):
     model, ids = built(options).eval(), batch(2).input_ids
     with torch.no_grad():
-        for parameter in model.parameters():  # as drawn they are so small that attention hardly matters
+        for parameter in model.parameters():  # initial weights are so small that attention hardly matters
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.5)
     weights = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
     heads = {
@@ -72,7 +72,7 @@ def test_the_loss_compares_each_output_with_the_label_after_it(options: GPT2Opti
 
 
 def test_start_values_are_those_of_gpt2():
-    """Standard deviation 0.02, and 0.02 / sqrt(2 layers) for what is added to the residual stream."""
+    """The standard deviation is 0.02, and 0.02 / sqrt(2 layers) for weights that add to the residual stream."""
     model = built(GPT2Options(layers=3, head="linear"), vocab_size=23, length=100)
     blocks = model.transformer.h
     spread = {
@@ -81,7 +81,7 @@ def test_start_values_are_those_of_gpt2():
     }
     for expected, modules in spread.items():
         for module in modules:
-            # standard error of a standard deviation: 1 / sqrt(2 n); here n is 2944 or more
+            # The standard error of a standard deviation is 1 / sqrt(2 n), and n is 2944 or more here.
             assert module.weight.std().item() == pytest.approx(expected, rel=0.06)
     for block in blocks:
         shift = block.attn.shift

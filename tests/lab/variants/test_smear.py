@@ -53,7 +53,7 @@ def test_by_the_loop(rows: list[list[int | None]]) -> None:
 
 @every_layout
 def test_bfloat16_is_rounded_once(rows: list[list[int | None]]) -> None:
-    """Also of weights in bfloat16: half a unit in the last of its 8 bits, and the float32 arithmetic before."""
+    """The bound is half a unit in the last of 8 bits, plus float32 arithmetic. The weights are bfloat16, too."""
     x, made = embeddings(torch.bfloat16), smear().to(torch.bfloat16)
     got = made(x, **given(rows))
     assert got.dtype == torch.bfloat16
@@ -90,7 +90,7 @@ def test_a_model_is_its_vanilla_twin_over_smeared_embeddings() -> None:
         for made in (with_variant(options, name) for name in ("smear", "vanilla"))
     )
     ids = torch.arange(9).unsqueeze(0)
-    assert torch.equal(ours(ids).logits, vanilla(ids).logits)  # at first
+    assert torch.equal(ours(ids).logits, vanilla(ids).logits)  # the smear starts at zero
     body: Any = ours.model
     body.smear = smear(24)
     rows = [[0, 0, 0, 0, 0, 1, 1, 1, 1]]

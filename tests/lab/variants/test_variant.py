@@ -1,4 +1,4 @@
-"""What holds for every variant: twins, sizes, saving, documents and padding, caches, bfloat16."""
+"""What holds for every variant: twins, sizes, saving, documents and padding, caches, and bfloat16."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ SIZES = {
 TOKENS = 31
 LENGTHS = (5, 1, 7, 2)
 
-# What has no form for the small GPT-2, and is refused there by name.
+# Variants that have no form for the small GPT-2, and are refused there by name.
 LLAMA_ALONE = {"differential-wide", "differential-kv-shift", "mla", "mla-kv-shift"}
-# Weights of vanilla in whose place it has others.
+# The weights of vanilla that a variant replaces.
 REPLACED = dict.fromkeys(("differential", "differential-kv-shift"), ("q_norm", "k_norm"))
 REPLACED |= dict.fromkeys(("mla", "mla-kv-shift"), ("k_proj", "v_proj", "q_norm", "k_norm"))
-# Whose size must differ: it has half of the KV heads.
+# This variant needs another size, as it halves the number of KV heads.
 EVEN = {("differential-wide", "llama"): replace(SIZES["llama"], num_key_value_heads=2)}
-# What magnifies what attention is rounded by, in these small random models: a norm over the difference of two that may
-# be nearly the same, a sum over scores, scores without QK-norm. Their own test files have their parts in bfloat16.
+# Variants that magnify the rounding of attention in these small random models: by a norm over the difference of two
+# values that may be nearly equal, a sum over scores, or scores without QK-norm. Their own test files test their parts
+# in bfloat16.
 ILL_CONDITIONED = {"differential", "differential-wide", "differential-kv-shift", "selective", "selective-key"}
 ILL_CONDITIONED |= {"mla", "mla-kv-shift"}
 PAIRS = [(name, family) for name in VARIANTS for family in SIZES if family == "llama" or name not in LLAMA_ALONE]
@@ -64,7 +65,7 @@ def test_an_unknown_argument_is_refused_by_name(name: str, family: str):
 
 @every_variant
 def test_zero_outputs_leaves_all_other_start_values(name: str):
-    """Every way into the residual stream of a Llama is closed at the start, whatever its attention is."""
+    """All paths into the residual stream of a Llama are zero at the start, whatever its attention is."""
     options = with_variant(EVEN.get((name, "llama"), SIZES["llama"]), name)
     size = describe(options, vocab_size=TOKENS, length=41)
     plain, zeroed = (
@@ -83,7 +84,7 @@ def is_replaced(name: str, key: str) -> bool:
 
 
 def shaken(name: str, family: str, *, beside: str = "") -> Any:
-    """Weights so large that every part matters; some variants begin as vanilla does."""
+    """Return a model whose weights are so large that every part matters; some variants start equal to vanilla."""
     return deepcopy(_shaken(with_variant(EVEN.get((beside or name, family), SIZES[family]), name)))
 
 
@@ -103,7 +104,7 @@ def documents() -> list[Tensor]:
 
 
 def padded(texts: list[Tensor], side: str, token: int = 7) -> tuple[Tensor, Tensor, Tensor]:
-    """`input_ids`, `attention_mask` and `position_ids` of documents in one batch."""
+    """Return `input_ids`, `attention_mask` and `position_ids` of documents in one batch."""
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad(texts, batch_first=True, padding_value=token, padding_side=side)
     mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side=side)
@@ -115,7 +116,7 @@ def alone(model: Any, ids: Tensor) -> Tensor:
 
 
 class Holder(PreTrainedModel):
-    """Somebody's model that takes another in."""
+    """A user's model that contains another model."""
 
     _supports_sdpa = True
 
@@ -166,12 +167,12 @@ def test_only_vanilla_computes_what_vanilla_does(name: str, family: str) -> None
 
 @every_pair
 def test_the_lab_and_transformers_load_what_is_saved(name: str, family: str, tmp_path: Path) -> None:
-    """As what it is; for a Llama it is not taken."""
+    """A saved variant is loaded as its own class, and LlamaForCausalLM refuses it."""
     model, ids = shaken(name, family), torch.cat(documents())
     model.save_pretrained(tmp_path)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model)
-    assert pydoc.locate(model.config.loaded_by) is not None  # what the message below names
+    assert pydoc.locate(model.config.loaded_by) is not None  # the message below names this class
     assert not any(report.values())
     assert torch.equal(alone(loaded, ids), alone(model, ids))
     if name != "vanilla":
@@ -181,7 +182,7 @@ def test_the_lab_and_transformers_load_what_is_saved(name: str, family: str, tmp
 
 @every_pair
 def test_documents_are_each_as_alone(name: str, family: str) -> None:
-    """In a row, padded on either side, or kept apart by a mask of pairs, which some refuse."""
+    """They may be in one row, padded on either side, or separated by a mask of pairs, which some variants refuse."""
     model, texts = shaken(name, family).double(), documents()
     expected = [alone(model, text) for text in texts]
 
@@ -239,7 +240,7 @@ def test_every_parameter_learns(name: str, family: str) -> None:
 
 @pytest.mark.parametrize(("name", "family"), [pair for pair in PAIRS if pair[0] not in ILL_CONDITIONED])
 def test_in_bfloat16(name: str, family: str) -> None:
-    """Against the same rounded weights in double precision, at the distance that vanilla has."""
+    """The distance to double precision with the same rounded weights is close to vanilla's."""
     assert distance_in_bfloat16(name, family) <= 1.5 * distance_in_bfloat16("vanilla", family)
 
 

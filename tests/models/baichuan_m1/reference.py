@@ -1,4 +1,4 @@
-"""Baichuan-M1 from its formulas, token by token: one sequence, no cache, no batch, released names of weights.
+"""Baichuan-M1 from its formulas, token by token: one sequence, no cache, no batch, weights by released names.
 
 Shapes: T positions, D head size, V vocabulary.
 """
@@ -16,12 +16,12 @@ _KNOWN: dict[tuple, tuple[Mapping[str, Tensor], Tensor]] = {}
 
 
 def logits(weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Sequence[int]) -> Tensor:
-    """Logits (T, V) of one document, in the dtype of the weights; differentiable.
+    """Return the logits (T, V) of one document, in the dtype of the weights; differentiable.
 
     Args:
-        weights: of a checkpoint, by their released names.
-        config: what its config.json holds.
-        tokens: the document.
+        weights: Weights of a checkpoint, by their released names.
+        config: Contents of its config.json.
+        tokens: The document.
     """
     eps = config["rms_norm_eps"]
     states = [weights["model.embed_tokens.weight"][token] for token in tokens]
@@ -37,9 +37,9 @@ def logits(weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Seq
 
 
 def logits_of_state_dict(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int]) -> Tensor:
-    """The same of a model's state dict and configuration: the coefficients under their released names.
+    """Return the logits for a model's state dict and configuration, after conversion of the coefficients.
 
-    What was asked before is remembered, as long as no weight was written to.
+    Results are cached, as long as no weight is written to.
     """
     state = tuple((tensor.data_ptr(), tensor._version) for tensor in weights.values())
     known = _KNOWN.get((state, tuple(tokens)))
@@ -53,7 +53,7 @@ def logits_of_state_dict(weights: Mapping[str, Tensor], config: Any, tokens: Seq
                 previous_last = torch.stack([tensor[:, 1], tensor[:, 0]], dim=1)
                 released[name.replace(ours, theirs)] = previous_last.reshape(1, 1, -1, 1, 2)
     found = logits(released, config.to_dict(), tokens)
-    _KNOWN[state, tuple(tokens)] = weights, found  # the weights too, so that their memory is not given to others
+    _KNOWN[state, tuple(tokens)] = weights, found  # keep the weights, so that their memory is not reused
     return found
 
 
@@ -66,7 +66,7 @@ def _attention(
         kv_heads = config.get("num_swa_key_value_heads") or kv_heads
         window = config["sliding_window"]
     size = config["hidden_size"] // heads
-    packed = [(layer["self_attn.W_pack.weight"] @ x).view(-1, size) for x in inputs]  # of each position: (heads, D)
+    packed = [(layer["self_attn.W_pack.weight"] @ x).view(-1, size) for x in inputs]  # (heads, D) for each position
     queries = [x[:heads] for x in packed]
     keys = _convolution(layer["self_attn.conv_k"], [x[heads : heads + kv_heads] for x in packed])
     values = _convolution(layer["self_attn.conv_v"], [x[heads + kv_heads :] for x in packed])
@@ -84,14 +84,14 @@ def _attention(
 
 
 def _convolution(kernel: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """kernel[previous] * x[t-1] + kernel[current] * x[t] of each head; zero stands before the first token."""
+    """Return kernel[previous] * x[t-1] + kernel[current] * x[t] for each head, with zero before the first token."""
     previous, current = kernel[0, 0, :, 0, 0, None], kernel[0, 0, :, 0, 1, None]
     before = [torch.zeros_like(inputs[0]), *inputs[:-1]]
     return [previous * y + current * x for x, y in zip(inputs, before, strict=True)]
 
 
 def _rotate(x: Tensor, position: int, theta: float) -> Tensor:
-    """Element i and element i + D / 2 of each head are a point, rotated by position * theta^(-2i / D)."""
+    """Rotate the pair of elements i and i + D / 2 of each head by the angle position * theta^(-2i / D)."""
     first, second = x.chunk(2, dim=1)
     angles = position * theta ** (-2 * torch.arange(first.shape[1], dtype=torch.float64) / x.shape[1])
     c, s = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

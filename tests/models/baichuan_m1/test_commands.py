@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 
 def test_generate(folder, tmp_path):
-    """Three prompts of different lengths in one batch: each gets what it gets alone, by the formulas."""
+    """Three prompts of different lengths in one batch: each gets the continuation that the formulas give it alone."""
     prompts = ["to be", "or not to be, that is the question: whether", "t"]
     options = ["--max-new-tokens", "5", "--temperature", "0", "--output", str(tmp_path / "answers.jsonl")]
     assert main(["generate", str(folder), "--prompts", str(write_prompts(tmp_path, prompts)), *options]) == 0

@@ -1,4 +1,4 @@
-"""Generation and caches: every sequence gets what the formulas give it alone and without a cache."""
+"""Generation and caches: every sequence gets the results of the formulas for that sequence alone, without a cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(request, tmp_path_factory):
 
 @both
 def test_padding_behind_tokens_of_every_call(model):
-    """Each call brings other numbers of tokens, some none, padded on the right or left; the window passes over it."""
+    """Calls have different numbers of tokens, even none, padded on the right or left; the window skips padding."""
     cache, rows = DynamicCache(config=model.config), [torch.empty(0, dtype=torch.long)] * 3
     mask = torch.empty(3, 0, dtype=torch.long)
     for call, lengths in enumerate([(3, 8, 1), (6, 1, 2), (2, 0, 4), (1, 1, 1), (1, 5, 7)]):
@@ -46,7 +46,7 @@ def test_padding_behind_tokens_of_every_call(model):
 
 @both
 def test_documents_with_padding_behind_them_continue(model):
-    """Packed rows of different lengths, padded on the right; then their last documents continue."""
+    """Packed rows of different lengths, padded on the right, are continued in their last documents."""
     packs = [[random_tokens(n, seed=n + 20 * row) for n in lengths] for row, lengths in enumerate([(4, 3), (2, 9)])]
     ids, mask = right_padded([torch.cat(pack) for pack in packs])
     numbers = [torch.repeat_interleave(torch.arange(2), torch.tensor([len(d) for d in pack])) for pack in packs]
@@ -98,7 +98,7 @@ def test_a_static_cache_refuses_padding_behind_tokens(model):
 
 
 def test_the_state_of_the_released_shape():
-    """One raw key and value per layer: 122,880 bytes per sequence in bfloat16 for the 14B model."""
+    """The state is one raw key and value per layer: 122,880 bytes per sequence in bfloat16 for the 14B model."""
     from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1Model
 
     config = BaichuanM1Config(

@@ -1,4 +1,4 @@
-"""`accelerate.load_checkpoint_and_dispatch` loads the released layout; what it could not find is refused by name."""
+"""`accelerate.load_checkpoint_and_dispatch` loads the released layout; what it cannot load is refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def empty(config=CONFIG, meta=True):
     return model
 
 
-# Of tied models that are not empty accelerate keeps what was there before, of those of transformers too.
+# No "made, tied": accelerate keeps the old values of tied models that are not empty, also of transformers' own.
 @covering(
     start={"empty": (True, False), "made": (False, False), "empty, tied": (True, True)},
     names={"released": {}, "earlier": EARLIER},

@@ -1,4 +1,4 @@
-"""The head's rows have length 1 for all code that reads `weight`, adapts the head or replaces it; or it is refused."""
+"""All code that reads the head's `weight`, adapts the head or replaces it gets rows of length 1, or is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def close(found, expected, atol=1e-12):
 
 
 def assert_normalised(model, ids=IDS):
-    """The logits are those of the formula on the parameter."""
+    """Check the logits against the formula applied to the parameter."""
     with torch.no_grad():
         close(model(ids).logits, model.model(ids).last_hidden_state @ rows_of(parameter_of(model)).T)
 
@@ -79,7 +79,7 @@ def test_the_parameter_has_the_released_name_and_bits(model):
 
 @pytest.mark.parametrize("change", [1, 3])
 def test_a_new_head_is_initialised(change):
-    """Not left as uninitialised memory; the second after transformers' own initialisation."""
+    """A new head is not left uninitialised, and transformers' own initialisation applies to it."""
     torch.manual_seed(change)
     head = NormHead(4096, 7, bias=False)
     assert head.raw.std().item() == pytest.approx(1 / (3 * 4096) ** 0.5, rel=0.05)
@@ -94,7 +94,7 @@ def load_config(**changes):
 
 
 def test_trl(model):
-    """SFT, DPO and GRPO take log-probabilities from the hidden states and `lm_head.weight`."""
+    """SFT, DPO and GRPO compute log-probabilities from the hidden states and `lm_head.weight`."""
     trl = pytest.importorskip("trl.trainer.utils")
     expected = model(IDS).logits[:, :-1].log_softmax(-1).gather(2, IDS[:, 1:, None])[..., 0]
     (gradient,) = torch.autograd.grad(expected.mean(), parameter_of(model))
@@ -120,7 +120,7 @@ LORA = {
 }
 
 
-# peft saves the parameter of an adapted head too, and says so.
+# peft also saves the parameter of an adapted head, and warns of it.
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
 @pytest.mark.parametrize("case", LORA)
 def test_lora_merged_and_unmerged(tmp_path, model, case):
@@ -149,7 +149,7 @@ def test_lora_merged_and_unmerged(tmp_path, model, case):
 
 
 def test_lora_of_the_sum_of_the_matrices(model):
-    """The rows of raw + s B A are divided by their length; gradients are those of that formula."""
+    """The rows of raw + s B A are divided by their lengths, and the gradients are those of that formula."""
     adapted = peft.get_peft_model(model, lora())
     layer = adapted.base_model.model.lm_head
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -204,7 +204,7 @@ def test_adapters_that_would_be_wrong_are_refused(model, case):
 
 
 class CopiedLinear(nn.Linear):
-    """As quantization makes its layers: the weight is assigned from that of the layer that it replaces."""
+    """A layer that takes the weight of the layer that it replaces, as the layers of quantization do."""
 
     @classmethod
     def of(cls, layer):
@@ -239,7 +239,7 @@ def test_other_heads(model):
     with pytest.raises(TypeError, match=r"lm_head must be a NormHead, .*; got torch.nn.*Linear with a bias"):
         model.lm_head = nn.Linear(48, 61)
     with pytest.raises(TypeError, match=r"lm_head must be a NormHead, .*; got .*CopiedLinear\. Leave lm_head out"):
-        model.lm_head = CopiedLinear(48, 61, bias=False, device="meta")  # which is to be loaded
+        model.lm_head = CopiedLinear(48, 61, bias=False, device="meta")  # its weights would be loaded
     with pytest.raises(TypeError, match="the weight of a NormHead cannot be parametrized"):
         nn.utils.parametrizations.weight_norm(model.lm_head)
 
@@ -263,7 +263,7 @@ def test_resizing_keeps_the_parameter(tmp_path, no_grad, tied):
 
 def test_copies_are_right(model):
     expected = logits_of(model, IDS)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  # its own
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  # pickled here
         close(logits_of(other, IDS), expected, atol=0)
         with torch.no_grad():
             parameter_of(other)[3] *= -1
@@ -320,7 +320,7 @@ def process_group():
 
 
 def trained(model):
-    """Logits before and after one step."""
+    """Return the logits before and after one training step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = logits_of(model, IDS)
     model(IDS, labels=IDS).loss.backward()

@@ -1,4 +1,4 @@
-"""The released layout: every name is used, a round trip changes no bit, what does not fit is refused by name."""
+"""The released layout: every name is used, a round trip changes no bit, and unsuitable files are refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EARLIER_OF = {earlier: name for name, earlier in EARLIER.items()}
 
 
 def files_of(folder):
-    """All tensors of a folder, whichever files they lie in."""
+    """Return all tensors of a folder, from all of its files."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -38,7 +38,7 @@ def assert_same_bits(got, expected):
 
 
 def with_names(weights, names):
-    """With other last parts of their names."""
+    """Return the weights with the last parts of their names replaced."""
     renamed = {}
     for name, tensor in weights.items():
         start, _, last = name.rpartition(".")
@@ -121,7 +121,7 @@ def test_every_weight_of_the_layout_counts(tmp_path):
 
 
 def test_load_state_dict_takes_the_released_names_too(tmp_path):
-    """As `Trainer` does when it resumes from a folder that `save_pretrained` wrote."""
+    """`Trainer` calls it when it resumes from a folder that `save_pretrained` wrote."""
     model = BaichuanM1ForCausalLM(BaichuanM1Config(**CONFIG)).double().eval()
     weights = {name: tensor.double() for name, tensor in checkpoint().items()}
     names = set(weights)

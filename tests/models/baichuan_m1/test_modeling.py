@@ -1,4 +1,4 @@
-"""Logits, gradients and generated tokens of a loaded checkpoint, beside the formulas on the tensors of its file."""
+"""Logits and gradients of a loaded checkpoint, compared with the formulas on the tensors of its file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_gradients_of_every_weight(tmp_path):
 
 
 def test_bfloat16(tmp_path):
-    """As far from the formulas in float64 as the formulas in bfloat16 are, on the same weights."""
+    """The error against the formulas in float64 is about that of the formulas in bfloat16, on the same weights."""
     weights = checkpoint(dtype=torch.bfloat16)
     model = load(write(tmp_path, weights, config_with(torch_dtype="bfloat16")), dtype="auto")
     assert model.dtype == torch.bfloat16
@@ -101,7 +101,7 @@ def test_a_resized_head_is_normalised_too(tmp_path):
     after = model(ids).logits
     assert after.shape[-1] == 67
     torch.testing.assert_close(after[..., :61], before, rtol=0, atol=1e-14)
-    assert after[..., 61:].abs().max() < 7.01  # |x| of the normed state is at most about sqrt(48) times its weights
+    assert after[..., 61:].abs().max() < 7.01  # the normed state has a norm of at most about sqrt(48) times its weights
 
 
 def test_the_decoder_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""The names of the paper's appendix M, on a tiny model, beside the formulas."""
+"""Weights under the names of the paper's appendix M, in a tiny model that is compared with the formulas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = config_with(sliding_window_layers=[], sliding_window=None)
 
 
 def published():
-    """As appendix M has them: one kernel (G, 2) for each layer, the previous token first."""
+    """Return weights as in appendix M: one kernel (G, 2) for each layer, with the previous token first."""
     weights = {}
     for name, tensor in checkpoint(PLAIN).items():
         last = {"conv_k": "K", "conv_v": "V"}.get(name.rpartition(".")[2])
@@ -42,7 +42,7 @@ def test_logits(norm_head):
     expected = reference.logits(
         {name: tensor.double() for name, tensor in checkpoint(PLAIN).items()}, PLAIN, ids[0].tolist()
     )
-    if not norm_head:  # the formulas have it: undo it
+    if not norm_head:  # undo the norm that the formulas have
         expected = expected * (weights["lm_head.weight"].double().norm(dim=1) + 1e-7)
     torch.testing.assert_close(logits_of(model, ids)[0], expected, rtol=0, atol=ATOL)
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints in the released layout, written with safetensors alone."""
+"""Tiny checkpoints in the released layout, written with safetensors only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvshift.models.baichuan_m1 import BaichuanM1ForCausalLM
 
 from ..llama.tiny import PAD
 
-# 3 layers: the middle one has a window, and heads of another number and size.
+# There are 3 layers; the middle one has a window, and another number and size of heads.
 CONFIG: dict[str, Any] = {
     "architectures": ["BaichuanM1ForCausalLM"],
     "auto_map": {"AutoModelForCausalLM": "modeling_baichuan.BaichuanM1ForCausalLM"},
@@ -45,12 +45,12 @@ CONFIG: dict[str, Any] = {
 
 
 def config_with(**changes: Any) -> dict[str, Any]:
-    """`CONFIG` with other values; a field of None is left out."""
+    """Return `CONFIG` with other values; a field that is None is left out."""
     return {name: value for name, value in {**CONFIG, **changes}.items() if value is not None}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every weight of the released layout."""
+    """Return the shape of every weight of the released layout."""
     width, mlp, vocabulary = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
     for layer in range(config["num_hidden_layers"]):
@@ -72,7 +72,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint(config: dict[str, Any] = CONFIG, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Weights ~ N(0, 0.3), norms ~ N(1, 0.3), convolutions ~ U(-1, 1): unequal in every head."""
+    """Draw weights from N(0, 0.3), norms from N(1, 0.3) and convolutions from U(-1, 1): different in every head."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes(config).items():
@@ -87,7 +87,7 @@ def checkpoint(config: dict[str, Any] = CONFIG, seed: int = 0, dtype: torch.dtyp
 def write(
     folder: Path, weights: dict[str, Tensor] | None = None, config: dict[str, Any] = CONFIG, shards: int = 1
 ) -> Path:
-    """A folder like the released ones, in one file or several with their index."""
+    """Write a folder like the released ones, with one file of weights or several and their index."""
     weights = checkpoint(config) if weights is None else weights
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     metadata = {"format": "pt"}
@@ -107,7 +107,7 @@ def write(
 
 
 def load(folder: Path, **options: Any) -> Any:
-    """In evaluation mode, by the Auto class, as a user does."""
+    """Load a model in evaluation mode through the Auto class, as a user does."""
     model = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float64, **options})
     assert type(model) is BaichuanM1ForCausalLM
     model.generation_config.pad_token_id = PAD

@@ -1,6 +1,6 @@
-"""Faults of any model with shift that show in what a call is given: several rows, padding, embeddings, chunks.
+"""Faults in how a model of any family handles the arguments of a call: several rows, padding, embeddings, chunks.
 
-Each is put into one model, `mutate(model, patch)`, of whatever family.
+Each fault is a function `mutate(model, patch)` that puts it into one model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Mutate = Callable[[PreTrainedModel, Patch], None]
 
 
 def in_documents(change: Callable[[Tensor, Tensor | None], Tensor | None]) -> Mutate:
-    """The documents (B, T) that shift and attention are told of, given which tokens are real, are changed."""
+    """Return a fault that changes the documents (B, T) that shift and attention get, given which tokens are real."""
 
     def mutate(model: PreTrainedModel, patch: Patch) -> None:
         index = module.document_index
@@ -37,7 +37,7 @@ def in_documents(change: Callable[[Tensor, Tensor | None], Tensor | None]) -> Mu
 
 
 def _union(documents: Tensor, real: Tensor | None) -> Tensor:
-    """A document of any row ends those of all."""
+    """Let a boundary in any row end the documents of all rows."""
     starts = nn.functional.pad(documents.diff(dim=1) != 0, (1, 0)).any(0, keepdim=True)
     return starts.expand_as(documents).cumsum(1)
 
@@ -54,7 +54,7 @@ def _unless_padded_on(side: int) -> Callable[[Tensor, Tensor | None], Tensor]:
 
 
 def documents_lost_after_the_first_call(model: PreTrainedModel, patch: Patch) -> None:
-    """A call that continues a cache does not see where documents begin in it."""
+    """Hide the beginnings of documents from calls that continue a cache."""
     index = module.document_index
     seen = [0]
 
@@ -69,7 +69,7 @@ def documents_lost_after_the_first_call(model: PreTrainedModel, patch: Patch) ->
 def in_embeds(
     change: Callable[[Tensor], Tensor], where: Callable[[dict[str, Any], Tensor], bool] = lambda named, x: True
 ) -> Mutate:
-    """The embeddings (B, T, E) that a call is given are changed."""
+    """Return a fault that changes the embeddings (B, T, E) that a call receives."""
 
     def mutate(model: PreTrainedModel, patch: Patch) -> None:
         def before(model: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -89,7 +89,7 @@ def _continues(named: dict[str, Any], x: Tensor) -> bool:
 
 
 def embeds_without(name: str) -> Mutate:
-    """Where a call is given embeddings, it passes over another argument."""
+    """Return a fault that drops another argument of calls that receive embeddings."""
 
     def mutate(model: PreTrainedModel, patch: Patch) -> None:
         def before(model: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -111,17 +111,17 @@ DRAFTS = ["generate: assisted", "generate: prompt lookup"]
 
 
 def rows(several: tuple[str, int], padded: tuple[str, int]) -> dict[str, tuple[str, int] | None]:
-    """Wrong in all packs of several rows, padded or not, and where each begins."""
+    """Return the wrong properties, and where each begins, if all packs of several rows are wrong, padded or not."""
     return dict.fromkeys([*SEVERAL, *PADDED]) | {SEVERAL[0]: several, PADDED[0]: padded}
 
 
 def embeds(place: int) -> dict[str, tuple[str, int] | None]:
-    """Wrong for embeddings, from this position of each sequence on."""
+    """Return the wrong properties, and where each begins, if embeddings are wrong from this position on."""
     return dict.fromkeys(EMBEDDED) | {"inputs_embeds": ("batch of 3", place), "inputs_embeds: documents": ("", place)}
 
 
-# What each must make wrong, and no other, of sequences of up to 16 tokens and documents of 3, 1, 5, 2 and 5 in rows of
-# 1 to 5; in brackets where it begins, as far as it matters: the case and the position.
+# For each fault, exactly the properties that it must make wrong, and where it begins, if that matters: the case and the
+# position. Sequences have up to 16 tokens, documents 3, 1, 5, 2 and 5 tokens, and rows 1 to 5 documents.
 FAULTS: dict[str, tuple[Mutate, dict[str, tuple[str, int] | None]]] = {
     "documents of the first row": (
         in_documents(lambda documents, real: documents[:1].expand_as(documents)),
@@ -214,7 +214,7 @@ FAULTS: dict[str, tuple[Mutate, dict[str, tuple[str, int] | None]]] = {
         },
     ),
 }
-NAMED = (  # in every family, always
+NAMED = (  # run for every family, even without slow tests
     "documents of the first row",
     "documents lost beside padding",
     "embeddings scaled by their width",

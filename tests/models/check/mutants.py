@@ -1,4 +1,4 @@
-"""Faults put into sound models: what each does, and which properties it must make wrong, and no other."""
+"""Faults in sound models, each with exactly the properties that it must make wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ write_shift = ShiftCacheLayer.write_shift
 
 
 def in_state(change: Callable[[ShiftState, Tensor, Tensor | None], ShiftState | None]) -> Callable[[Patch], None]:
-    """The state that a call with a cache continues from is changed, given its keys (B, T, G, D) and its mask."""
+    """Return a mutant that changes the state a call with a cache continues, given its keys (B, T, G, D) and mask."""
 
     def mutant(patch: Patch) -> None:
         whole = ShiftCacheLayer.shift_tokens
@@ -54,7 +54,7 @@ def state_of_another_sequence(patch: Patch) -> None:
 
 
 def state_at_the_padded_end(patch: Patch) -> None:
-    """The state is the last column, padding or not."""
+    """Take the state from the last column, even if it is padding."""
     forward = KVShift.forward
 
     def shift(self: KVShift, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple:
@@ -67,7 +67,7 @@ def state_at_the_padded_end(patch: Patch) -> None:
 
 
 def beams_without_state(patch: Patch) -> None:
-    """Keys and values of a beam go to another place, its state does not."""
+    """Reorder the keys and values of beams without their states."""
 
     def stay(self: ShiftCacheLayer, indices: Tensor) -> None:
         state, n = self.shift_state, len(indices)
@@ -83,7 +83,7 @@ def rollback_keeps_the_newest_state(patch: Patch) -> None:
 
 
 def static_state_not_reset(patch: Patch) -> None:
-    """A static cache that is reset keeps the raw keys and values of the sequence before."""
+    """Let a static cache keep the raw keys and values of the previous sequence when it is reset."""
     reset = StaticShiftCacheLayer.reset
 
     def forgetful(self: Any) -> None:
@@ -99,12 +99,12 @@ def static_state_not_written(patch: Patch) -> None:
 
 
 def padding_ignored(patch: Patch) -> None:
-    """The mask reaches attention alone."""
+    """Apply the mask in attention only."""
     patch.setattr(documents, "padding_mask", lambda attention_mask, positions: None)
 
 
 def padding_of_the_first_columns(patch: Patch) -> None:
-    """Of the whole mask the beginning is taken, not the end."""
+    """Take the first columns of the whole mask instead of the last ones."""
     patch.setattr(documents, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
 
 
@@ -113,18 +113,18 @@ def documents_ignored(patch: Patch) -> None:
 
 
 def documents_met_in_attention(patch: Patch) -> None:
-    """The shift stops at their boundaries, attention does not."""
+    """Let attention cross the boundaries of documents; the shift stops there."""
     patch.setattr(documents, "same_document", lambda start, seen: lambda batch, head, query, key: key >= 0)
 
 
 def documents_met_in_the_shift(patch: Patch) -> None:
-    """Attention stops at their boundaries, the shift does not."""
+    """Let the shift cross the boundaries of documents; attention stops there."""
     create = decoder.create_masks
     patch.setattr(decoder, "create_masks", lambda *a, **k: {**create(*a, **k), "documents": None})
 
 
 def documents_met_beside_a_cache(patch: Patch) -> None:
-    """As in transformers."""
+    """Drop the boundaries of documents in calls with a cache, as transformers does."""
     create = decoder.create_masks
 
     def create_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids, **named):
@@ -144,7 +144,7 @@ def seq_idx_ignored(patch: Patch) -> None:
 
 
 def window_one_short(patch: Patch) -> None:
-    """The cache of a sliding window keeps one token too few."""
+    """Let the cache of a sliding window keep one token too few."""
     make = ShiftSlidingWindowLayer.__init__
 
     def short(self: Any, window: int, **sizes: int) -> None:
@@ -154,7 +154,7 @@ def window_one_short(patch: Patch) -> None:
 
 
 def in_mlp(change: Callable[[Tensor, nn.Module], Tensor]) -> Callable[[Patch], None]:
-    """The input of each MLP, (B, T, E), is changed."""
+    """Return a mutant that changes the input of each MLP, (B, T, E)."""
 
     def mutant(patch: Patch) -> None:
         forward = LlamaMLP.forward
@@ -210,8 +210,8 @@ BOUNDARIES = {
     "documents: gradients": ("document 1", 0),
 }
 
-# What is wrong of sequences of up to 16 tokens, documents of 3, 1, 5, 2 and 5; in brackets where it begins, as far
-# as it matters: the case and the position.
+# For each mutant, exactly the properties that are wrong, and where it begins, if that matters: the case and the
+# position. Sequences have up to 16 tokens, documents 3, 1, 5, 2 and 5 tokens.
 MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | None]]] = {
     "state never read": (
         state_never_read,
@@ -321,4 +321,4 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | No
     ),
     "state kept in the module": (in_mlp(_kept_from_the_last_call), {"same bits twice": ("at once", 0)}),
 }
-CHANGES_EVERYTHING = ("dropout left on", "state kept in the module")  # no call gives what another gave
+CHANGES_EVERYTHING = ("dropout left on", "state kept in the module")  # no two calls give the same results

@@ -1,4 +1,4 @@
-"""`check_model` finds a fault in every mutant, where it is, and nothing else."""
+"""`check_model` finds the fault of every mutant where it is, and nothing else."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +34,7 @@ def check_mutant(name: str, patch: pytest.MonkeyPatch, properties: list[str] | N
 
 
 def assert_found(name: str, report: Report) -> None:
-    """Of the properties that the report has."""
+    """Check the verdict on every property that the fault makes wrong and that is in the report."""
     for verdict in report.verdicts:
         if verdict.property not in ALL[name][1]:
             continue
@@ -44,7 +44,7 @@ def assert_found(name: str, report: Report) -> None:
             assert verdict.verdict == "wrong"
             assert verdict.error > 10 * verdict.tolerance
         else:
-            assert verdict.verdict in ("wrong", "not supported")  # what is ignored without a word is not supported
+            assert verdict.verdict in ("wrong", "not supported")  # silently ignored arguments are not supported
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_nothing_else_is_found(name, monkeypatch):
     if name in CHANGES_EVERYTHING:
         assert found > {"batch", "cache: every split", "generate: greedy"}
     elif name.startswith("window"):
-        assert found == {*wanted, "cache: right padding"}  # a window counts the padding on the right, mutant or not
+        assert found == {*wanted, "cache: right padding"}  # a window counts padding on the right in any case
     else:
         assert found == wanted

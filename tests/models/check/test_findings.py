@@ -1,4 +1,4 @@
-"""What of a comparison is kept, and how a refusal is told from a crash."""
+"""The findings that a comparison keeps, and the distinction between a refusal and a crash."""
 
 from __future__ import annotations
 

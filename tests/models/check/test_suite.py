@@ -1,4 +1,4 @@
-"""`check_model` on sound models, and what it promises besides its verdicts."""
+"""The verdicts of `check_model` on sound models, and its other promises."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OURS: dict[str, Callable[[], PreTrainedModel]] = {
     **{family: partial(shifted, family, torch.float32) for family in FAMILIES if family not in ("GPT-2", "Llama")},
 }
 FAST = ("Llama", "Llama, queries too, window 3, QK norm", "GPT-2", "Baichuan-M1")
-NEEDS_POSITIONS = {"left padding: mask alone": "not supported"}  # learned ones
+NEEDS_POSITIONS = {"left padding: mask alone": "not supported"}  # it has learned positions
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in OURS])
@@ -52,25 +52,25 @@ def test_our_models_are_right(name):
     assert others == (NEEDS_POSITIONS if "GPT-2" in name else {})
     for verdict in report.verdicts:
         if verdict.verdict == "right" and verdict.tolerance:
-            assert verdict.error < verdict.tolerance / 4  # far from the line
+            assert verdict.error < verdict.tolerance / 4  # far below the tolerance
     assert report.tolerance < report.spread / 1000
 
 
 def tiny_ctrl() -> CTRLLMHeadModel:
-    """It multiplies the embeddings that it is given or looks up in place."""
+    """Return a CTRL, which scales its embeddings in place, whether it looks them up or receives them."""
     torch.manual_seed(0)
     return CTRLLMHeadModel(CTRLConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, dff=48, n_positions=128)).eval()
 
 
 def tiny_xlnet(attention: str) -> XLNetLMHeadModel:
-    """It takes positions before sequences; its max_position_embeddings, -1, says that it has no limit."""
+    """Return an XLNet: positions come before sequences, and max_position_embeddings is -1, which means no limit."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}
     return XLNetLMHeadModel(XLNetConfig(attn_type=attention, **sizes)).eval()
 
 
 def test_ctrl_is_right_but_for_documents_beside_a_mask_or_a_cache():
-    """Those are wrong in all of transformers' models."""
+    """These are wrong in all models of transformers."""
     report = check_model(tiny_ctrl(), length=12)
     wrong = {verdict.property for verdict in report.wrong}
     assert report.of("causality").verdict == "right"
@@ -85,7 +85,7 @@ def test_ctrl_is_right_but_for_documents_beside_a_mask_or_a_cache():
 
 
 def test_a_later_token_that_ctrl_sees_is_found():
-    """The gradients of a model that scales its embeddings in place are those of its logits."""
+    """The gradients are those of the logits even though the model scales its embeddings in place."""
     model = tiny_ctrl()
     model.transformer.layernorm.register_forward_hook(lambda norm, given, x: x + x.flip(1))
     verdict = check_model(model, length=12, properties=["causality"]).of("causality")

@@ -1,4 +1,4 @@
-"""What must hold of a model, as functions: the tests run them on sound models, `test_mutants.py` on broken ones."""
+"""Properties of a model as functions: the tests run them on sound models, `test_mutants.py` on broken ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFERENCES = {
     "baichuan_m1": logits_of_state_dict,
 }
 
-# Llama's norms and rotary angles are in float32, in a float64 model too; logits here are of size 1 to 8.
+# Llama's norms and rotary angles are in float32, even in a float64 model; the logits here are of size 1 to 8.
 ATOL = 3e-5
 
 
@@ -37,7 +37,7 @@ def logits_of(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
 
 
 def reference_of(model: PreTrainedModel, row: Tensor) -> Tensor:
-    """Logits (T, V) of one sequence by the formulas; of a family without formulas here, by `truth_of`."""
+    """Return the logits (T, V) of one sequence by the formulas or, if a family has none here, by `truth_of`."""
     formulas = REFERENCES.get(model.config.model_type)
     if formulas is None:
         return logits_of(truth_about(model), row.unsqueeze(0), use_cache=False)[0]
@@ -49,7 +49,7 @@ _TRUTHS: WeakKeyDictionary[PreTrainedModel, tuple[list[int], PreTrainedModel]] =
 
 
 def truth_about(model: PreTrainedModel) -> PreTrainedModel:
-    """`truth_of`, once for the same weights."""
+    """Return `truth_of(model)`, computed once for the same weights."""
     versions = [parameter._version for parameter in model.parameters()]
     if model not in _TRUTHS or _TRUTHS[model][0] != versions:
         _TRUTHS[model] = versions, truth_of(model)
@@ -57,14 +57,14 @@ def truth_about(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def new_tokens_of(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    """What greedy `generate` adds to the prompts, (B, new tokens)."""
+    """Return the tokens that greedy `generate` adds to the prompts, (B, new tokens)."""
     mask = torch.ones_like(ids) if mask is None else mask
     options = {"do_sample": False, "max_new_tokens": 7, **options}
     return model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
 
 
 def assert_greedy(model: PreTrainedModel, rows: Sequence[Tensor], generated: Tensor) -> None:
-    """Each sequence got the tokens that the reference gives it alone: the likeliest after those before it."""
+    """Check that each sequence got the tokens that the reference gives it alone: greedily, the likeliest ones."""
     for row, got in zip(rows, generated, strict=True):
         likeliest = reference_of(model, torch.cat([row, got]))[len(row) - 1 : -1].argmax(1)
         assert torch.equal(got, likeliest), (
@@ -73,7 +73,7 @@ def assert_greedy(model: PreTrainedModel, rows: Sequence[Tensor], generated: Ten
 
 
 def assert_next(model: PreTrainedModel, rows: Sequence[Tensor], cache: Cache, next_ids: Tensor, **inputs) -> None:
-    """`cache` stands where these sequences end: one more token gives the reference's logits."""
+    """Check that `cache` is in the state after these sequences: one more token gives the reference's logits."""
     got = logits_of(model, next_ids, **{CACHE: cache}, **inputs)[:, -1]
     for row, token, logits in zip(rows, next_ids, got, strict=True):
         torch.testing.assert_close(logits, reference_of(model, torch.cat([row, token]))[-1], rtol=0, atol=ATOL)
@@ -93,14 +93,14 @@ def check_decoding(model: PreTrainedModel, **options: Any) -> None:
 
 
 def check_left_padding(model: PreTrainedModel, **options: Any) -> None:
-    """Each sequence of a left-padded batch gets its own tokens."""
+    """Each sequence of a left-padded batch gets the tokens that it gets alone."""
     rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
     ids, mask = left_padded(rows)
     assert_greedy(model, rows, new_tokens_of(model, ids, mask, **options))
 
 
 def check_padding_without_positions(model: PreTrainedModel) -> None:
-    """The mask alone tells the padding; rotary angles are relative, so that positions may as well begin in it."""
+    """Only the mask marks the padding; rotary angles are relative, so positions may begin within the padding."""
     rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
     expected = [reference_of(model, row) for row in rows]
     for ids, mask in (left_padded(rows), right_padded(rows)):
@@ -110,7 +110,7 @@ def check_padding_without_positions(model: PreTrainedModel) -> None:
 
 
 def check_right_padding(model: PreTrainedModel, cache: Cache | None = None) -> None:
-    """Padding behind a sequence does not affect the tokens that continue it."""
+    """Padding after a sequence does not affect the tokens that continue it."""
     rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
     ids, mask = right_padded(rows)
     cache = DynamicCache(config=model.config) if cache is None else cache
@@ -127,7 +127,7 @@ def check_right_padding(model: PreTrainedModel, cache: Cache | None = None) -> N
 
 
 def check_beams(model: PreTrainedModel, **options: Any) -> None:
-    """Beam search finds the same with a cache as without, all returned beams of a left-padded batch."""
+    """Beam search finds the same beams with a cache as without, for all returned beams of a left-padded batch."""
     ids, mask = left_padded([random_tokens(length, seed=length) for length in (3, 9)])
     beams = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 8}
     expected = new_tokens_of(model, ids, mask, use_cache=False, **beams)
@@ -135,13 +135,13 @@ def check_beams(model: PreTrainedModel, **options: Any) -> None:
 
 
 def check_chunked_prefill(model: PreTrainedModel, **options: Any) -> None:
-    """The prompt in chunks of 1, 4 and 8, some of padding alone, and some that begin within a sequence."""
+    """Prefill in chunks of 1, 4 and 8 tokens, some of only padding, and some that begin within a sequence."""
     for size in (1, 4, 8):
         check_left_padding(model, prefill_chunk_size=size, **options)
 
 
 def check_splits(model: PreTrainedModel, length: int = 9, atol: float = 1e-12, **inputs: Any) -> None:
-    """A sequence in two pieces is the sequence whole, wherever it is cut; and so is the sequence token by token."""
+    """A sequence in two pieces, cut anywhere, gives the logits of the whole; so does a sequence token by token."""
     ids = random_tokens(1, length)
     whole = logits_of(model, ids)
     for sizes in [(cut, length - cut) for cut in range(1, length)] + [(1,) * length, (1, 3, 1, 2, length - 7)]:
@@ -153,7 +153,7 @@ def check_splits(model: PreTrainedModel, length: int = 9, atol: float = 1e-12, *
 
 
 def check_static_cache_in_pieces(model: PreTrainedModel) -> None:
-    """A sequence in pieces through a static cache is the sequence without a cache."""
+    """A sequence in pieces through a static cache gives the logits that it has without a cache."""
     row = random_tokens(1, 12)
     whole = logits_of(model, row)
     for sizes in [(12,), (1,) * 12, (3, 1, 8), (7, 4, 1)]:
@@ -163,7 +163,7 @@ def check_static_cache_in_pieces(model: PreTrainedModel) -> None:
 
 
 def check_crop(model: PreTrainedModel) -> None:
-    """Tokens taken back were never there, for every number of them within what was recorded."""
+    """Cropped tokens leave no trace, for every number of them within the recorded ones."""
     kept, drafted, token = random_tokens(1, 6), random_tokens(1, 5, seed=1), random_tokens(1, 1, seed=2)
     for n in range(drafted.shape[1] + 1):
         cache = DynamicCache(config=model.config)
@@ -192,7 +192,7 @@ def check_selection(model: PreTrainedModel) -> None:
 
 
 def check_documents(model: PreTrainedModel, atol: float = ATOL) -> None:
-    """Documents packed into one sequence give what each gives alone, by whichever argument they are named."""
+    """Documents packed into one sequence give the logits of separate sequences, whichever argument marks them."""
     lengths = (5, 1, 7, 2)
     documents = [random_tokens(length, seed=length) for length in lengths]
     expected = [reference_of(model, document) for document in documents]
@@ -204,7 +204,7 @@ def check_documents(model: PreTrainedModel, atol: float = ATOL) -> None:
 
 
 def names_of(lengths: Sequence[int]) -> dict[str, Tensor]:
-    """What says where the documents of one sequence begin, each of which is enough."""
+    """Return arguments that each mark the documents of one sequence."""
     return {
         "position_ids": torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
         "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0),
@@ -213,7 +213,7 @@ def names_of(lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 def check_documents_continued(model: PreTrainedModel) -> None:
-    """After a pack in a cache its last document continues, with position_ids and without."""
+    """After a pack in a cache, its last document continues, with position_ids and without."""
     documents = [random_tokens(length, seed=length) for length in (5, 7)]
     for name, value in names_of((5, 7)).items():
         cache = DynamicCache(config=model.config)
@@ -225,7 +225,7 @@ def check_documents_continued(model: PreTrainedModel) -> None:
 
 @contextmanager
 def crops() -> Iterator[list[int]]:
-    """How many tokens each `crop` of a cache took back."""
+    """Yield a list to which each `crop` of a cache adds the number of tokens that it takes back."""
     taken: list[int] = []
     original = DynamicCache.crop
 
@@ -239,7 +239,7 @@ def crops() -> Iterator[list[int]]:
 
 
 def assert_greedy_with_drafts(model: PreTrainedModel, prompt: Tensor, **options: Any) -> list[int]:
-    """The tokens are those without drafts, of which several were rejected; how many tokens each took back."""
+    """Check that drafts are rejected and the tokens greedy; return the number of tokens that each crop took back."""
     with crops() as taken:
         generated = new_tokens_of(model, prompt, **{"max_new_tokens": 20, **options})
     assert_greedy(model, prompt, generated)
@@ -248,12 +248,12 @@ def assert_greedy_with_drafts(model: PreTrainedModel, prompt: Tensor, **options:
 
 
 def check_prompt_lookup(model: PreTrainedModel, **options: Any) -> None:
-    """Five tokens four times over: a look-up finds drafts, of which the model accepts few."""
+    """The prompt is five tokens, four times: a lookup finds drafts, of which the model accepts few."""
     assert_greedy_with_drafts(model, random_tokens(1, 5).repeat(1, 4), prompt_lookup_num_tokens=4, **options)
 
 
 def assistant_of(model: PreTrainedModel, assistant: PreTrainedModel | None = None, noise: float = 0.2) -> Any:
-    """A copy, or another model, whose head is a little off, so that some of its drafts are right, and some are not."""
+    """Return `assistant`, by default a copy of the model, with noise on its head: only some of its drafts are right."""
     assistant = copy.deepcopy(model) if assistant is None else assistant
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""One of several processes that compare a parallel model with the whole one: see `test_parallel.py`.
+"""The program of one of the processes that compare a parallel model with the whole one in `test_parallel.py`.
 
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 python -m tests.models.llama.parallel_worker tensor CHECKPOINT RENDEZVOUS
 """
@@ -16,13 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from kvshift.models import retrofit  # noqa: F401  # which makes its families known
+from kvshift.models import retrofit  # noqa: F401  # registers its families
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .checks import new_tokens_of
 from .tiny import left_padded, random_tokens
 
-# Sums over heads and sequences are taken in another order.
+# Sums over heads and sequences have a different order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -47,7 +47,7 @@ def compare(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def tensor_parallel(path: str, one: KVShiftLlamaForCausalLM) -> None:
-    """Heads, and their coefficients, are shared out."""
+    """Heads and their coefficients are sharded."""
     model = KVShiftLlamaForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_plan="auto"))
     alpha = model.model.layers[0].self_attn.shift.alpha
     heads = one.config.num_key_value_heads
@@ -64,7 +64,7 @@ def tensor_parallel(path: str, one: KVShiftLlamaForCausalLM) -> None:
 
 
 def refused(path: str, one: PreTrainedModel) -> None:
-    """Of another family, whose plan shares out the heads of each process but not their coefficients."""
+    """Another family is refused: its plan shards the heads, but not their coefficients."""
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_plan="auto"))
     ids = random_tokens(2, 9)
     one(ids)
@@ -73,7 +73,7 @@ def refused(path: str, one: PreTrainedModel) -> None:
 
 
 def data_parallel(path: str, one: KVShiftLlamaForCausalLM) -> None:
-    """Each process has a sequence; gradients are averaged."""
+    """Each process gets one sequence; gradients are averaged."""
     model = KVShiftLlamaForCausalLM.from_pretrained(path)
     ids = random_tokens(2, 9)
     mask, row = torch.ones_like(ids), ids[dist.get_rank()].unsqueeze(0)
@@ -85,7 +85,7 @@ def data_parallel(path: str, one: KVShiftLlamaForCausalLM) -> None:
 
 
 def fully_sharded(path: str, one: KVShiftLlamaForCausalLM) -> None:
-    """Every parameter is cut up; in a bfloat16 model the float32 coefficients need groups of their own."""
+    """Every parameter is sharded; in a bfloat16 model, the float32 coefficients need separate groups."""
     ids = random_tokens(2, 9)
     row = ids[dist.get_rank()].unsqueeze(0)
     expected = gradients_of(one, ids, torch.ones_like(ids))
@@ -105,7 +105,7 @@ def fully_sharded(path: str, one: KVShiftLlamaForCausalLM) -> None:
 
 
 def main(rendezvous: str, *jobs: str) -> None:
-    """Each job is a kind and a checkpoint: `tensor=PATH`."""
+    """Run the jobs, each given as a kind and a checkpoint: `tensor=PATH`."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     kinds = {"tensor": tensor_parallel, "refused": refused, "data": data_parallel, "shards": fully_sharded}
@@ -118,4 +118,4 @@ def main(rendezvous: str, *jobs: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # gloo's threads of several groups do not always end in peace
+    os._exit(0)  # skip teardown: gloo's threads of several groups do not always end cleanly

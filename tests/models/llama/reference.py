@@ -1,4 +1,4 @@
-"""Llama with KV shift from the formulas: one sequence, no cache, batch or transformers. All else is compared with it.
+"""Llama with KV shift from its formulas, the reference for everything else: one sequence, no cache, no transformers.
 
 Shapes: T positions, H query heads, G KV heads, D head size, E model width, V vocabulary, W window.
 """
@@ -19,13 +19,13 @@ def reference_logits(
     tokens: Sequence[int],
     attention: Callable[[Mapping[str, Tensor], Any, Tensor, int], Tensor] | None = None,
 ) -> Tensor:
-    """Logits (T, V) of one document, in the dtype of the weights; differentiable.
+    """Return the logits (T, V) of one document, in the dtype of the weights; differentiable.
 
     Args:
-        weights: a state dict under the names of a checkpoint.
-        config: anything with the fields of `KVShiftLlamaConfig`.
-        tokens: the document.
-        attention: of another model, from its layer's weights, the configuration, (T, E) and the layer's number.
+        weights: A state dict under the names of a checkpoint.
+        config: Any object with the fields of `KVShiftLlamaConfig`.
+        tokens: The document.
+        attention: Another model's attention, a function of a layer's weights, the configuration, (T, E) and its number.
     """
     attend = attention or (lambda layer, config, x_TE, _: _attention(layer, config, x_TE))
     x_TE = weights["model.embed_tokens.weight"][torch.tensor(list(tokens))]
@@ -47,7 +47,7 @@ def reference_greedy(
     new_tokens: int,
     logits: Callable[..., Tensor] = reference_logits,
 ) -> list[int]:
-    """The `new_tokens` likeliest tokens after the prompt, each found by starting from nothing."""
+    """Return the `new_tokens` likeliest tokens after the prompt, each computed from scratch."""
     tokens = list(prompt)
     for _ in range(new_tokens):
         tokens.append(int(logits(weights, config, tokens)[-1].argmax()))
@@ -69,7 +69,7 @@ def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor
     base = config.rope_parameters["rope_theta"]
     q_THD, k_TGD = _rotate(q_THD, base), _rotate(k_TGD, base)
 
-    group = q_THD.shape[1] // k_TGD.shape[1]  # query heads that share a KV head stand side by side
+    group = q_THD.shape[1] // k_TGD.shape[1]  # query heads that share a KV head are adjacent
     k_THD, v_THD = k_TGD.repeat_interleave(group, dim=1), v_TGD.repeat_interleave(group, dim=1)
     rows = []
     for t in range(length):
@@ -80,7 +80,7 @@ def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor
 
 
 def coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor | None:
-    """(heads, W), or None where that target is not shifted."""
+    """Return the coefficients (heads, W), or None if the target is not shifted."""
     parameter = layer.get(name)
     if parameter is None:
         return None
@@ -90,7 +90,7 @@ def coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor 
 
 
 def shift(x_TGD: Tensor, mix_GW: Tensor | None) -> Tensor:
-    """y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ..., and nothing before the first."""
+    """Return y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ..., without terms before the first token."""
     if mix_GW is None:
         return x_TGD
     mix_WG1 = mix_GW.T.unsqueeze(2)
@@ -103,7 +103,7 @@ def shift(x_TGD: Tensor, mix_GW: Tensor | None) -> Tensor:
 
 
 def _rotate(x_TGD: Tensor, base: float) -> Tensor:
-    """Position t rotates element i of the first half and of the second by the angle t / base^(2i / D)."""
+    """Rotate element i of each half at position t by the angle t / base^(2i / D)."""
     length, _, size = x_TGD.shape
     frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency

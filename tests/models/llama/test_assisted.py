@@ -27,7 +27,7 @@ every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIAN
 
 
 def repetitive_prompt() -> torch.Tensor:
-    """Five tokens four times over, so that a look-up finds drafts, of which the model accepts few."""
+    """Return five tokens, four times: a lookup finds drafts, of which the model accepts few."""
     return random_tokens(1, 5).repeat(1, 4)
 
 
@@ -70,7 +70,7 @@ def test_the_cache_is_right_after_the_last_draft():
 @every_variant
 @pytest.mark.parametrize("early_exit", [False, True], ids=["assistant", "early exit"])
 def test_the_pad_token_in_the_text(options: dict, early_exit: bool):
-    """As in chat templates, in which it ends a turn. The mask is all ones, of which no assistant is told."""
+    """Chat templates end a turn with the pad token. The mask, all ones, is not passed on to an assistant."""
     model, prompt = tiny_model(torch.float64, **options), random_tokens(1, 9)
     prompt[0, 4] = model.generation_config.pad_token_id
     drafts = {"assistant_early_exit": 1} if early_exit else {"assistant_model": assistant_of(model)}
@@ -79,7 +79,7 @@ def test_the_pad_token_in_the_text(options: dict, early_exit: bool):
 
 
 def test_an_assistant_sees_the_pad_token_as_the_token_that_it_is(monkeypatch):
-    """Its drafts are those of the model itself, all of which are accepted."""
+    """Its drafts are those of the model itself, and all of them are accepted."""
     model, prompt = tiny_model(torch.float64), random_tokens(1, 9)
     prompt[0, 4] = model.generation_config.pad_token_id
     assistant = assistant_of(model, noise=0.0)
@@ -110,5 +110,5 @@ def test_layers_after_a_failed_draft_by_early_exit(monkeypatch):
 
 def test_drafts_are_refused_for_static_caches():
     model, prompt = tiny_model(), repetitive_prompt()
-    with pytest.raises((ValueError, NotImplementedError), match=r"[Ss]tatic cache"):  # transformers until 5.23, and we
+    with pytest.raises((ValueError, NotImplementedError), match=r"[Ss]tatic cache"):  # theirs, ours
         new_tokens_of(model, prompt, prompt_lookup_num_tokens=4, cache_implementation="static")

@@ -1,4 +1,4 @@
-"""The configuration: what it refuses, what follows from its fields, and that it survives its file."""
+"""The configuration: rejected values, derived fields, and saving and loading."""
 
 import json
 
@@ -10,7 +10,7 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from .checks import check_decoding, new_tokens_of
 from .tiny import SIZES, random_tokens, tiny_config, tiny_model
 
-# A file as version 0.1.0 writes it; files like this one must load for ever.
+# A file as version 0.1.0 wrote it; such files must always load.
 FILE_0_1_0 = {
     "architectures": ["KVShiftLlamaForCausalLM"],
     "attention_bias": False,
@@ -89,7 +89,7 @@ def test_a_misspelt_field_is_refused(misspelt: str, meant: str):
 
 @pytest.mark.parametrize("other", [LlamaConfig, MistralConfig])
 def test_fields_of_other_families_are_not_taken_for_misspelt(other: type):
-    """A configuration is often made from that of a pretrained model."""
+    """Configurations are often made from those of pretrained models."""
     fields = other(**SIZES).to_dict()
     fields.pop("layer_types", None)
     KVShiftLlamaConfig(**fields, sliding_windows_unrelated_to_llama=1, max_sequence_length=7)
@@ -125,7 +125,7 @@ def test_fields_changed_while_loading_take_effect(tmp_path):
 
 
 def written(config: KVShiftLlamaConfig) -> dict:
-    """Its file, without where it came from and who wrote it."""
+    """Return the contents of its file, without origin and version."""
     fields = json.loads(config.to_json_string(use_diff=False))
     return {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
 

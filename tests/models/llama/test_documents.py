@@ -1,4 +1,4 @@
-"""Documents packed into one sequence: each gives what it gives alone, forward and backward."""
+"""Documents packed into one sequence give the results of separate sequences, forward and backward."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def documents_of(seed: int = 0) -> list[Tensor]:
 
 
 def packed(documents: list[Tensor]) -> dict[str, Tensor]:
-    """One sequence, with all that says where its documents begin."""
+    """Return one sequence with each of the arguments that mark where its documents begin."""
     lengths = [len(document) for document in documents]
     return {
         "input_ids": torch.cat(documents).unsqueeze(0),
@@ -72,7 +72,7 @@ def test_the_collator_of_transformers(named: dict):
 
 
 def test_a_number_may_come_again():
-    """A document begins where the number changes, to whatever it changes."""
+    """A document begins wherever the number changes, even to a number that occurred before."""
     model, documents = tiny_model(), documents_of()
     inputs = packed(documents)
     inputs["seq_idx"] = inputs["seq_idx"] % 2
@@ -87,7 +87,7 @@ def test_a_number_may_come_again():
     static={"dynamic": False, "static": True},
 )
 def test_a_pack_in_pieces_and_on_with_its_last_document(name: str, static: bool, options: dict):
-    """Cut anywhere; then token by token, of which the last document alone is seen."""
+    """The pack is cut anywhere and continued token by token; these tokens see the last document only."""
     model, documents = tiny_model(**options), documents_of()
     inputs, more = packed(documents), random_tokens(4, seed=9)
     expected = [reference_of(model, document) for document in documents[:-1]]
@@ -124,7 +124,7 @@ def test_the_last_document_is_remembered_by_every_cache(options: dict, make: Any
             ).past_key_values
         token = random_tokens(1, 1, seed=9)
         assert_next(model, [documents[-1]], cache, token)
-        cache.reset()  # and forgotten, with the tokens
+        cache.reset()  # also forgets the document
         row = random_tokens(1, 9)
         logits_of(model, row, **{CACHE: cache})
         assert_next(model, row, cache, token)
@@ -157,7 +157,7 @@ def test_packs_with_padding_on_either_side():
 
 
 def test_attention_is_handed_what_llama_hands_it_and_the_window(monkeypatch):
-    """Flash attention reads the boundaries; nothing of the shift reaches a kernel that might not know it."""
+    """Flash attention gets the boundaries, and no kernel gets an argument of the shift that it might not know."""
     handed = {}
     find = ALL_ATTENTION_FUNCTIONS.get_interface
 
@@ -201,7 +201,7 @@ def test_position_ids_of_one_sequence_serve_the_whole_batch():
 @every_variant
 @pytest.mark.parametrize("make", [StaticCache, DynamicCache])
 def test_sequences_of_a_packed_cache_move_with_the_position_where_their_document_began(options: dict, make: Any):
-    """As beam search moves them."""
+    """Beam search moves sequences in this way."""
     model = tiny_model(**options)
     rows = [documents_of(), list(reversed(documents_of(seed=20)))]
     batch = {name: torch.cat([packed(documents)[name] for documents in rows]) for name in ["input_ids", "seq_idx"]}

@@ -1,4 +1,4 @@
-"""Shift, QK-norm and rotation in one launch, and decoding in one: the model gives what it gives without."""
+"""Shift, QK-norm and rotation in one launch, in decoding too: the model gives the results of separate operations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kernels_that_run(monkeypatch) -> None:
 
 @pytest.fixture
 def launches(monkeypatch) -> list[int]:
-    """A list of one number: how often tokens were shifted and rotated in one launch."""
+    """A list whose only number counts the launches that both shift and rotate."""
     counted = [0]
 
     def counting(*args: Any, real: Any = attention_inputs.shift_triton, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def batches() -> dict[str, dict[str, Tensor]]:
 
 
 def assert_close(results: list[Tensor], expected: list[Tensor], options: dict[str, Any]) -> None:
-    """In a float64 model the norms of Llama are in float32 all the same, but not those of the launch."""
+    """Compare results; the norms of Llama are in float32 even in a float64 model, but those of the launch are not."""
     atol = ATOL if options.get("qk_norm") else 1e-12
     for x, y in zip(results, expected, strict=True):
         rtol = 2.0**-23 if x.dtype == torch.float32 else 0.0  # gradients of the coefficients
@@ -95,7 +95,7 @@ def test_loss_and_gradients(options: dict, batch: str, launches, monkeypatch):
 
 
 def test_a_cache_that_nobody_asked_for_costs_no_launch(launches):
-    """transformers makes one unless `use_cache` is False."""
+    """transformers creates a cache unless `use_cache` is False."""
     model, inputs = tiny_model(torch.float64).train(), batches()["left padding"]
     expected = loss_and_gradients(model, inputs)
     launches[0] = 0
@@ -106,7 +106,7 @@ def test_a_cache_that_nobody_asked_for_costs_no_launch(launches):
 
 @with_and_without_norm
 def test_smaller_dtypes_err_no_more(options: dict, monkeypatch):
-    """Logits in bf16: four models together no farther from the same weights in fp64 than without the launch."""
+    """The error of bf16 logits against fp64, summed over four models, is no larger than without the launch."""
     errors = {"triton": 0.0, "eager": 0.0}
     for seed in range(4):
         model, ids = tiny_model(torch.bfloat16, seed=seed, **options), random_tokens(1, 23)
@@ -139,7 +139,7 @@ def test_generation_takes_one_launch_for_each_token(options: dict, launches, mon
 @LONG
 @pytest.mark.parametrize("options", [VARIANTS[name] for name in ("keys", "norm, window 3")], ids=str)
 def test_logits_and_states_token_by_token(options: dict, launches, monkeypatch):
-    """Not the tokens alone: the numbers, in the cache too."""
+    """Compares the logits and the contents of the cache, not only the tokens."""
     model, row = tiny_model(torch.float64, **options), random_tokens(2, 6)
     results = []
     for backend in ("triton", "eager"):

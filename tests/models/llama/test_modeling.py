@@ -1,4 +1,4 @@
-"""Logits: equal to the reference in every variant, and to transformers' own Llama where nothing is shifted."""
+"""Logits equal the reference in every variant, and transformers' own Llama if nothing is shifted."""
 
 import copy
 
@@ -52,7 +52,7 @@ def test_every_variant_equals_the_reference(options: dict, attention: str):
 
 
 def test_a_sliding_window_counts_tokens_and_not_the_padding_between_them():
-    """A sequence that continues behind padding on the right sees what it would alone; in Mistral it sees less."""
+    """A sequence continued after right padding sees as many tokens as without padding; in Mistral it sees fewer."""
     ours = tiny_model(sliding_window=5, shift_targets=[], attention_bias=False)
     mistral = MistralForCausalLM(MistralConfig(**{**SIZES, "sliding_window": 5})).eval()
     mistral.load_state_dict(ours.state_dict())
@@ -124,12 +124,12 @@ def test_a_custom_four_dimensional_mask_goes_to_attention_as_it_is():
     torch.testing.assert_close(logits_of(model, ids, attention_mask=causal), logits_of(model, ids), rtol=0, atol=ATOL)
 
 
-# Both warnings are between transformers and torch.
+# Both warnings concern how transformers uses torch.
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.slow
 def test_flex_attention_equals_the_reference():
-    """Flex attention is compiled, so this is one model with all that its masks can hold: a window and padding."""
+    """Flex attention is compiled, so a single model covers all that its masks can contain: a window and padding."""
     model = tiny_model(attention="flex_attention", head_dim=16, sliding_window=5, qk_norm=True)
     rows = [random_tokens(length, seed=length) for length in (9, 4)]
     ids, mask = left_padded(rows)
@@ -140,7 +140,7 @@ def test_flex_attention_equals_the_reference():
 
 
 def llama_pair(**options) -> tuple[LlamaForCausalLM, KVShiftLlamaForCausalLM]:
-    """Transformers' Llama, and ours without targets, of the same weights."""
+    """Return transformers' Llama, and ours without targets, with the same weights."""
     llama = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, **options}), attn_implementation="sdpa").eval()
     randomize(llama)
     ours = tiny_model(attention="sdpa", shift_targets=[], **options)
@@ -214,7 +214,7 @@ def test_the_callers_tensors_are_not_edited():
 
 
 def test_layers_are_built_once(monkeypatch):
-    """Llama's own layers are not built first and thrown away: at 19 billion parameters that would not fit."""
+    """Llama's own layers are not built first and then discarded: at 19 billion parameters that would not fit."""
     built = []
     original = torch.nn.Linear.__init__
     monkeypatch.setattr(
@@ -222,5 +222,5 @@ def test_layers_are_built_once(monkeypatch):
     )
     model = tiny_model()
     linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
-    replaced = 4 * model.config.num_hidden_layers  # the projections of a layer, one layer at a time
+    replaced = 4 * model.config.num_hidden_layers  # the projections, one layer at a time
     assert len(built) <= linears + replaced

@@ -1,4 +1,4 @@
-"""Two processes with a part of the model each compute what one computes with the whole."""
+"""Two processes, each with a part of the model, compute what one process computes with the whole model."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ..retrofit.tiny_families import shifted
 from .tiny import tiny_model
 
 PROCESSES = 2
-# Sizes that two processes can share.
+# Sizes that two processes can divide.
 SIZES = {"num_key_value_heads": 2, "intermediate_size": 22, "vocab_size": 62}
 
 

@@ -1,4 +1,4 @@
-"""LoRA by PEFT: it changes the projections, and so stands inside the shift."""
+"""LoRA by PEFT changes the projections, so it is applied before the shift."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def adapted(**options) -> PeftModel:
-    """An adapter with random weights: PEFT's own start changes nothing."""
+    """Return a model with a random adapter: PEFT's own initialization changes nothing."""
     model = get_peft_model(tiny_model(shift_window=3), LoraConfig(r=2, target_modules=TARGETS, **options))
     draw_adapter(model, 0.3)
     return model.eval()

@@ -1,4 +1,4 @@
-"""Static caches, and decoding compiled over them."""
+"""Static caches, and compiled decoding with them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,12 +59,12 @@ def test_a_static_cache_for_stock_llama_is_taken_too():
 def graphs_of_compiled_decoding(
     build: Callable[..., PreTrainedModel] = tiny_model, prefill_chunk_size: int | None = None, **options: Any
 ) -> int:
-    """Generate twice, check the tokens, and count the graphs that decoding was compiled into; a break is an error."""
+    """Generate twice, check the tokens, and return the number of graphs of compiled decoding; graph breaks fail."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = build(torch.float64, **options)
     compile_config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
-    compile_config._compile_all_devices = True  # otherwise generate compiles on accelerators alone
+    compile_config._compile_all_devices = True  # otherwise generate compiles on accelerators only
     inputs = {"cache_implementation": "static", "compile_config": compile_config, "max_new_tokens": 6}
     inputs["prefill_chunk_size"] = prefill_chunk_size
     for seed in range(2):
@@ -90,9 +90,9 @@ def test_baichuan_compiles_without_a_break():
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"sliding_window": 12}, {"prefill_chunk_size": 4}], ids=str)
 def test_it_compiles_as_often_as_without_shift(options: dict):
-    """Transformers counts the tokens of a window by a Python integer: a graph for each, until it is taken as dynamic.
+    """Transformers counts a window's tokens in a Python integer: one graph for each value, until it becomes dynamic.
 
-    Prefill in chunks is compiled too, and so is the first write into the cache.
+    Chunked prefill and the first write into the cache are compiled, too.
     """
     assert graphs_of_compiled_decoding(**options) == graphs_of_compiled_decoding(**options, shift_targets=[])
 

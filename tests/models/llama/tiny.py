@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from kvshift import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-PAD = 1  # embeds to something, unlike the row that `nn.Embedding(padding_idx=...)` keeps at zero
+PAD = 1  # its embedding is not zero, unlike the row of `nn.Embedding(padding_idx=...)`
 
-# 7 per head in hidden_size (Llama asks for a multiple of the heads) and a head size of 10 tell all axes apart.
+# A hidden_size of 7 per head (Llama requires a multiple of the heads) and a head size of 10 make all axes distinct.
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 42,
@@ -37,16 +37,16 @@ def tiny_config(**options: Any) -> KVShiftLlamaConfig:
 def tiny_model(
     dtype: torch.dtype = torch.float32, seed: int = 0, attention: str = "sdpa", **options: Any
 ) -> KVShiftLlamaForCausalLM:
-    """A model of these configuration options with random weights of standard deviation 0.3, in evaluation mode."""
+    """Return a model with these configuration options and weights of standard deviation 0.3, in evaluation mode."""
     model = AutoModelForCausalLM.from_config(tiny_config(**options), attn_implementation=attention)
     randomize(model, seed)
-    model.generation_config.pad_token_id = PAD  # of generate alone: the embedding knows of no padding
+    model.generation_config.pad_token_id = PAD  # for generate only: the embedding has no padding index
     return model.to(dtype).eval()
 
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Weights and biases ~ N(0, 0.3), norms ~ N(1, 0.3), coefficients ~ U(-1, 1): unequal in every head."""
+    """Draw weights and biases from N(0, 0.3), norms from N(1, 0.3), coefficients from U(-1, 1): heads differ."""
     generator = torch.Generator().manual_seed(seed)
     coefficients = {id(p) for m in model.modules() if isinstance(m, KVShift) for p in m.parameters()}
     for name, parameter in model.named_parameters():
@@ -57,13 +57,13 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
 
 
 def random_tokens(*shape: int, seed: int = 0) -> Tensor:
-    """Tokens other than the padding."""
+    """Return tokens other than padding."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(2, SIZES["vocab_size"], shape, generator=generator)
 
 
 def left_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
-    """Sequences of unequal length as one batch, padded on the left, and its attention mask."""
+    """Return sequences of unequal length as one batch, padded on the left, with its attention mask."""
     length = max(len(row) for row in rows)
     ids = torch.stack([nn.functional.pad(row, (length - len(row), 0), value=pad) for row in rows])
     mask = torch.stack([nn.functional.pad(torch.ones_like(row), (length - len(row), 0)) for row in rows])
@@ -71,7 +71,7 @@ def left_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
 
 
 def right_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
-    """Sequences of unequal length as one batch, padded on the right, and its attention mask."""
+    """Return sequences of unequal length as one batch, padded on the right, with its attention mask."""
     length = max(len(row) for row in rows)
     ids = torch.stack([nn.functional.pad(row, (0, length - len(row)), value=pad) for row in rows])
     mask = torch.stack([nn.functional.pad(torch.ones_like(row), (0, length - len(row))) for row in rows])
@@ -80,7 +80,7 @@ def right_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def draw_adapter(model: nn.Module, size: float) -> None:
-    """Random weights for LoRA: PEFT's own start changes nothing."""
+    """Draw random weights for LoRA: PEFT's own initialization changes nothing."""
     generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
         if "lora_" in name:

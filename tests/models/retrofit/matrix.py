@@ -1,10 +1,10 @@
-"""What holds of every family, as a table: a function for each column, and what is refused instead.
+"""The table of what holds for every family: a check for each column, and the cells that are refused instead.
 
     python -m tests.models.retrofit.matrix [--check]
 
-writes the table into `docs/retrofit.md`, or only fails where it is not there. `test_matrix.py` runs each cell. What a
-cell is compared with is `truth_of`: transformers' own model in which loops shift what the projections give, for each
-sequence alone, without a cache.
+writes the table into `docs/retrofit.md`; with --check, it only fails if the page has a different table.
+`test_matrix.py` runs each cell. Cells are compared with `truth_of`: transformers' own model in which loops shift the
+results of the projections, for each sequence alone and without a cache.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from ..registry import CHECKPOINTING
 from .tiny_families import FAMILIES, shifted, stock, truth_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "retrofit.md"
-ATOL = 3e-5  # rotary tables and norms are float32 in a float64 model too; logits are of size 3 to 17
+ATOL = 3e-5  # rotary tables and norms are float32 even in a float64 model; logits are of size 3 to 17
 
 
 @cache
 def model_of(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model with shift, and the truth about it."""
+    """Return a model with shift, and the truth about it."""
     model = shifted(family)
     return model, shared.truth_about(model)
 
@@ -49,7 +49,7 @@ def prompts_of(lengths: Sequence[int]) -> list[Tensor]:
 
 
 def assert_alone(truth: PreTrainedModel, prompts: Sequence[Tensor], generated: Tensor, **options: Any) -> None:
-    """Each prompt got the tokens that the truth gives it alone; greedily, the likeliest after those before it."""
+    """Check that each prompt got the tokens that the truth gives it alone: greedily, the likeliest ones."""
     each = options.get("num_return_sequences", 1)
     for i, prompt in enumerate(prompts):
         got = generated[i * each : (i + 1) * each]
@@ -98,7 +98,7 @@ def check_sampled(family: str) -> None:
 
 
 def check_compiled(family: str) -> None:
-    """Whole sequences, packed ones, and decoding on a static cache, each one graph."""
+    """Whole sequences, packed ones, and decoding with a static cache compile to one graph each."""
     torch._dynamo.reset()
     model, truth = model_of(family)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -120,9 +120,9 @@ def check_pairs(family: str) -> None:
     """A mask of four dimensions keeps documents apart and hides padding; a cache continues the last document."""
     model, truth = model_of(family)
     has_window = any("sliding" in layer_type for layer_type in model.config.layer_types)
-    rows = [prompts_of((4, 1, 5, 2)), prompts_of((2, 5, 1, 4))]  # none longer than a window, which is in no such mask
+    rows = [prompts_of((4, 1, 5, 2)), prompts_of((2, 5, 1, 4))]  # none exceeds a window, which such masks lack
     documents = [torch.repeat_interleave(torch.arange(4), torch.tensor([*map(len, row)])).tolist() for row in rows]
-    # Padding, -1: one on the left, two within the last document.
+    # Padding is -1: one pad on the left, two within the last document.
     numbers = torch.tensor([[-1, *row[:11], -1, -1, *row[11:]] for row in documents])
     ids, positions = torch.ones_like(numbers), torch.zeros_like(numbers)
     for i, row in enumerate(rows):
@@ -132,7 +132,7 @@ def check_pairs(family: str) -> None:
     sees = (numbers[:, :, None] == numbers[:, None]) & (numbers >= 0)[:, None] & torch.ones(15, 15).tril().bool()
     added = torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, torch.finfo(torch.float64).min)
     for mask in (sees[:, None], added[:, None].expand(-1, 4, -1, -1)):
-        for split, begin in ((15, 0), (10, 0), (11, 1)):  # from which row on: a call never begins with a new document
+        for split, begin in ((15, 0), (10, 0), (11, 1)):  # the first row: no call may begin a document
             store = DynamicCache(config=model.config) if split < 15 else None
             pieces = [slice(0, split), slice(split, 15)][: 1 + (split < 15)]
             results: list[Tensor] = []
@@ -152,7 +152,7 @@ def check_pairs(family: str) -> None:
 
 
 def check_gaps(family: str, *, use_cache: bool) -> None:
-    """Padding anywhere in a row, also within one of several documents, is skipped: by shift, attention and window."""
+    """Shift, attention and window skip padding anywhere in a row, also within one of several documents."""
     model, truth = model_of(family)
     rows = [prompts_of(lengths) for lengths in ((11,), (6, 5), (1, 7, 3))]
     masks = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], [1] * 11 + [0] * 3, [0, 1, 0, 1, 1, 0] + [1] * 8])
@@ -175,12 +175,12 @@ def check_gaps(family: str, *, use_cache: bool) -> None:
 
 
 def check_second_derivative(family: str) -> None:
-    """Of the loss, by the gradient penalty, for one tensor at a time: the embedding, and a matrix of the last layer."""
+    """Check the gradient of a gradient penalty with respect to the embedding, and to a matrix of the last layer."""
     ids = random_tokens(2, 7)
     results = []
     for model in model_of(family):
         attention = model.config._attn_implementation
-        model.set_attn_implementation("eager")  # the others of PyTorch have none
+        model.set_attn_implementation("eager")  # the others have no second derivative
         matrix = next(p for name, p in reversed([*model.named_parameters()]) if p.ndim == 2 and "head" not in name)
         for tensor in (model.get_input_embeddings().weight, matrix):
             (first,) = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, tensor, create_graph=True)
@@ -191,7 +191,7 @@ def check_second_derivative(family: str) -> None:
 
 
 class _Holder(PreTrainedModel):
-    """Somebody's model that takes another in."""
+    """A user's model that contains another model."""
 
     _supports_sdpa = True
 
@@ -202,7 +202,7 @@ class _Holder(PreTrainedModel):
 
 
 def check_post_init(family: str) -> None:
-    """No parameter is drawn anew in a model that was given a shift, that was built with one, or that was loaded."""
+    """No parameter is initialised again in a model that was given a shift, built with one, or loaded."""
     given = shifted(family)
     built = type(given)(given.config)
     with tempfile.TemporaryDirectory() as folder:
@@ -218,8 +218,8 @@ def check_post_init(family: str) -> None:
 
 
 def check_sft_loss(family: str) -> None:
-    """TRL's loss of padded rows is the mean over all targets, each row alone."""
-    from datasets import Dataset  # here: they take seconds
+    """TRL's loss of padded rows is the mean over all targets, with each row computed alone."""
+    from datasets import Dataset  # imported here, since they take seconds
     from trl import SFTConfig, SFTTrainer
 
     model, truth = shifted(family, torch.float32), model_of(family)[1]
@@ -242,7 +242,7 @@ def check_sft_loss(family: str) -> None:
 
 
 def check_lora(family: str) -> None:
-    """Put on after the shift or before it, merged or not: the projections of the truth are the merged ones."""
+    """An adapter is added after the shift or before it, merged or not; the truth has the merged projections."""
     prompts = prompts_of((3, 9))
     ids, mask = left_padded(prompts)
     row, merged_logits = random_tokens(1, 11), []
@@ -266,7 +266,7 @@ def check_lora(family: str) -> None:
 
 
 def _with_adapter(model: PreTrainedModel) -> PeftModel:
-    is_gpt2 = "gpt2" in model.config.model_type  # its matrices stand as (in, out)
+    is_gpt2 = "gpt2" in model.config.model_type  # its matrices are stored as (in, out)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", fan_in_fan_out=is_gpt2))
     draw_adapter(adapted, 0.2)
     return adapted.eval()
@@ -291,7 +291,7 @@ def check_saved(family: str) -> None:
 
 
 def on_model(*checks: Callable[[PreTrainedModel], None]) -> Callable[[str], None]:
-    """The checks of all models, with the truth for a reference."""
+    """Return a check that runs the checks for all models with the truth as the reference."""
 
     def check(family: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -327,12 +327,12 @@ CELLS: dict[str, Callable[[str], None]] = {
     "SFT loss (TRL)": check_sft_loss,
 }
 SLOW = ("compiled",)
-# (family, cell): the error that says why not.
+# (family, cell): the error message that gives the reason.
 REFUSED: dict[tuple[str, str], str] = {}
 
 
 def table() -> str:
-    """Markdown: "=" where a cell equals its truth, "refused" where it is refused by name."""
+    """Return the Markdown table: "=" for cells that equal their truth, "refused" for cells that are refused by name."""
     lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
     for family in FAMILIES:
         cells = ("refused" if (family, cell) in REFUSED else "=" for cell in CELLS)
@@ -341,7 +341,7 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """The text of the page with today's table between its two marks."""
+    """Return the text of the page with the current table between its two marks."""
     begin, end = "<!-- matrix -->\n", "<!-- end of matrix -->"
     before, _, rest = text.partition(begin)
     assert end in rest, f"{PAGE} has no marks {begin.strip()} and {end}"

@@ -1,4 +1,4 @@
-"""GPT-2 with KV shift from the formulas: one sequence, no cache, batch or transformers. All else is compared with it.
+"""GPT-2 with KV shift from its formulas, the reference for everything else: one sequence, no cache, no transformers.
 
 Shapes: T positions, H heads, D head size, E model width, V vocabulary, W window.
 """
@@ -16,12 +16,12 @@ from ..llama.reference import coefficients, shift
 
 
 def gpt2_hidden(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int]) -> Tensor:
-    """Last hidden states (T, E) of one document, in the dtype of the weights; differentiable.
+    """Return the last hidden states (T, E) of one document, in the dtype of the weights; differentiable.
 
     Args:
-        weights: a state dict under the names of a GPT2Model's checkpoint.
-        config: anything with the fields of `KVShiftGPT2Config`.
-        tokens: the document.
+        weights: A state dict under the names of a GPT2Model's checkpoint.
+        config: Any object with the fields of `KVShiftGPT2Config`.
+        tokens: The document.
     """
     x_TE = weights["wte.weight"][torch.tensor(list(tokens))] + weights["wpe.weight"][: len(tokens)]
     for i in range(config.n_layer):
@@ -36,7 +36,7 @@ def gpt2_hidden(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int
 
 
 def gpt2_logits(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int]) -> Tensor:
-    """Logits (T, V) of one document by the names of a GPT2LMHeadModel's checkpoint."""
+    """Return the logits (T, V) of one document, for weights under the names of a GPT2LMHeadModel's checkpoint."""
     inner = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     return gpt2_hidden(inner, config, tokens) @ weights["lm_head.weight"].T
 
@@ -56,7 +56,7 @@ def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor
 
 
 def _linear(layer: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return x @ layer[f"{name}.weight"] + layer[f"{name}.bias"]  # GPT-2 keeps its matrices as (in, out)
+    return x @ layer[f"{name}.weight"] + layer[f"{name}.bias"]  # GPT-2 stores its matrices as (in, out)
 
 
 def _layer_norm(layer: Mapping[str, Tensor], name: str, x: Tensor, config: Any) -> Tensor:

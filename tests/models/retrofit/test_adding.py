@@ -1,4 +1,4 @@
-"""`add_kv_shift` in every family: until its coefficients are trained, a model computes what it did, bit for bit."""
+"""`add_kv_shift` in every family: until its coefficients are trained, a model computes the same bits as before."""
 
 import copy
 import pickle
@@ -49,7 +49,7 @@ def inputs() -> dict[str, dict[str, Any]]:
         "documents": {
             "input_ids": random_tokens(1, 7),
             "position_ids": torch.tensor([[0, 1, 0, 0, 1, 2, 3]]),
-            "use_cache": False,  # beside a cache transformers' own attention sees across documents
+            "use_cache": False,  # with a cache, transformers' own attention sees across documents
         },
     }
 
@@ -64,7 +64,7 @@ def inputs() -> dict[str, dict[str, Any]]:
 def test_outputs_and_gradients(family: str, shift: dict, attention: str, dtype: torch.dtype, given: dict):
     model = stock(family, dtype, attention)
     real = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
-    labels = given["input_ids"].masked_fill(~(real & real.roll(1, 1)), -100)  # nor what padding is to predict
+    labels = given["input_ids"].masked_fill(~(real & real.roll(1, 1)), -100)  # no targets that padding would predict
 
     def outputs() -> dict[str, torch.Tensor]:
         model.zero_grad(set_to_none=True)
@@ -82,7 +82,7 @@ def test_outputs_and_gradients(family: str, shift: dict, attention: str, dtype: 
     assert after.keys() == before.keys()
     for name in before:
         if name.endswith(("weight", "bias")):
-            # backward adds the part of the next token, 0 times, in another order
+            # backward adds the next token's part, multiplied by 0, in a different order
             torch.testing.assert_close(after[name], before[name], msg=lambda m, n=name: f"{n}: {m}")
         else:
             torch.testing.assert_close(after[name], before[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
@@ -145,7 +145,7 @@ def test_the_model_is_changed_where_it_stands(family: str, headless: bool):
     assert torch.equal(model(ids)[0], before)
     assert calls == [1]
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3
-    # the configuration may belong to other models: it stays
+    # The original configuration, which other models may use, is unchanged.
     assert model.config is not config
     assert type(config) is kind.config_class
     assert config.to_dict() == fields
@@ -180,14 +180,14 @@ def test_uniform_starts_as_in_the_paper_added_and_from_scratch(family: str):
 
 @every_family
 def test_a_model_from_scratch_draws_the_weights_of_its_family_first(family: str):
-    """So twins with shift and without start from the same bits."""
+    """Therefore models with and without shift start from the same bits."""
     config = stock(family).config
     with_shift = add_kv_shift(stock(family), ShiftOptions(init="uniform")).config
     torch.manual_seed(5)
     vanilla = AutoModelForCausalLM.from_config(config).state_dict()
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(with_shift)
-    if family != "Llama":  # which builds its layers with their coefficients
+    if family != "Llama":  # Llama builds its layers with their coefficients
         for name, tensor in vanilla.items():
             assert torch.equal(model.state_dict()[name], tensor), name
     first, second = shifts_of(model)
@@ -196,7 +196,7 @@ def test_a_model_from_scratch_draws_the_weights_of_its_family_first(family: str)
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
 def test_a_model_spread_over_devices(family: str):
-    """As a device_map leaves it: accelerate's hooks would keep calling the forward of the class before."""
+    """Accelerate's hooks, as a device_map leaves them, would keep calling the forward of the old class."""
     model = stock(family)
     kind = type(model)
     cpu_offload(model, execution_device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The example of the page runs as it stands."""
+"""The example in docs/retrofit.md runs unchanged."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every family: the identity at first, the truth of the shift, sequence classification, saving, and who is refused."""
+"""Every family: shift and gradients compared with the truth, classification, fields, and families that are refused."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from ..llama.tiny import PAD, left_padded, random_tokens
 from .tiny_families import FAMILIES, shifted, stock, tiny_config, truth_of
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-ATOL = 3e-5  # rotary tables and norms are float32 in a float64 model too; logits are of size 3 to 17
+ATOL = 3e-5  # rotary tables and norms are float32 even in a float64 model; logits are of size 3 to 17
 
 
 @covering(
@@ -30,7 +30,7 @@ def test_a_shift_against_projections_with_loops(family: str, attention: str, shi
     logits = logits_of(model, ids)
     torch.testing.assert_close(logits, logits_of(truth_of(model), ids), rtol=0, atol=ATOL)
     unshifted = logits_of(stock(family, torch.float64), ids)
-    assert (logits - unshifted)[:, 1:].abs().amax((0, 2)).min() > 0.1  # so that the tests of this file can fail
+    assert (logits - unshifted)[:, 1:].abs().amax((0, 2)).min() > 0.1  # otherwise the tests of this file could not fail
 
 
 @every_family
@@ -48,7 +48,7 @@ def test_classification(family: str):
 @every_family
 @pytest.mark.parametrize("attention_bias", [False, True])
 def test_the_fields_of_a_family_say_what_its_attention_has(family: str, attention_bias: bool):
-    """Heeded is `attention_bias` by some families only."""
+    """Only some families use `attention_bias`."""
     model = shifted(family, attention_bias=attention_bias)
     fields = type(model).family
     for module in model.modules():
@@ -62,7 +62,7 @@ def test_the_fields_of_a_family_say_what_its_attention_has(family: str, attentio
 
 
 def gradients_of(model: PreTrainedModel, of: PreTrainedModel, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of the parameters of `of`, which `model` uses."""
+    """Return the gradients of the parameters of `of`, which `model` uses."""
     for parameter in (*model.parameters(), *of.parameters()):
         parameter.grad = None
     model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
@@ -80,7 +80,7 @@ def test_gradients_of_the_coefficients(family: str):
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-# Models close to those of the list, which the same body would take and compute something else, or could not take.
+# Models similar to those of the list, for which the same code would compute something else or fail.
 OTHERS = {
     "gemma2": {},
     "olmo2": {},

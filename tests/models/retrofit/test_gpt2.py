@@ -1,4 +1,4 @@
-"""What is GPT-2's own: positions that are looked up, its options, and its arguments."""
+"""GPT-2's learned positions, options and arguments."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Each cell of the table in docs/retrofit.md: it equals its uncached truth, or is refused by name."""
+"""Each cell of the table in docs/retrofit.md equals its uncached truth, or is refused by name."""
 
 from collections.abc import Callable
 
@@ -35,13 +35,13 @@ def test_cell(family: str, cell: str):
 
 
 def no_state(patch: pytest.MonkeyPatch) -> None:
-    """Each call begins as if nothing stood before it."""
+    """Let every call begin as if no token preceded it."""
     for layer in (ShiftCacheLayer, StaticShiftCacheLayer):
         patch.setattr(layer, "write_shift", lambda self, state: None)
 
 
 def no_padding(patch: pytest.MonkeyPatch) -> None:
-    """The mask reaches attention alone. (Positions begin again after padding, as those of a document do.)"""
+    """Apply the mask in attention only. (Documents are ignored, too: positions restart after padding.)"""
     patch.setattr(documents, "padding_mask", lambda attention_mask, positions: None)
     no_documents(patch)
 
@@ -55,12 +55,12 @@ def no_pairs(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_gaps(patch: pytest.MonkeyPatch) -> None:
-    """Windows count padding."""
+    """Let windows count padding."""
     patch.setattr(documents, "tokens_with_gaps", lambda _: None)
 
 
 def no_graph(patch: pytest.MonkeyPatch) -> None:
-    """Gradients of the shift are numbers."""
+    """Compute the gradients of the shift without a graph."""
     patch.setattr(torch_ops, "needs_traceable_ops", lambda *_: False)
 
 

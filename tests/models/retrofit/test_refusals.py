@@ -1,4 +1,4 @@
-"""What cannot be right is refused, with the reason, and leaves the model as it was."""
+"""Models that cannot get a shift are refused with the reason, and left unchanged."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_options():
 
 
 def test_a_forward_that_a_hook_has_replaced():
-    """As accelerate does for a device_map: it would keep calling the forward of the class before."""
+    """accelerate replaces `forward` for a device_map; its replacement would keep calling the old class's forward."""
     model = tiny_gpt2()
     attention = model.transformer.h[0].attn
     attention.forward = attention.forward

@@ -1,4 +1,4 @@
-"""Saving and loading, and what other classes make of such a folder."""
+"""Saving and loading of retrofitted models, also through accelerate and from folders of plain models."""
 
 from contextlib import nullcontext
 
@@ -40,7 +40,7 @@ def test_options_of_from_pretrained_reach_the_configuration_too(tmp_path, family
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
 def test_accelerate_keeps_float32_or_it_is_said(tmp_path, family: str):
-    """Its loader puts parameters of the dtype that it is given in the place of those of the model."""
+    """accelerate's loader replaces the model's parameters by parameters of the dtype that it is given."""
     _warn_rounded.cache_clear()
     model, ids = shifted(family, torch.bfloat16), random_tokens(1, 5)
     assert all(p.dtype == torch.float32 for name, p in model.named_parameters() if ".shift." in name)
@@ -76,7 +76,7 @@ def test_a_folder_of_another_model(tmp_path):
 
 
 def test_a_folder_of_gpt2_given_coefficients_while_it_is_loaded(tmp_path):
-    """The coefficients that no file holds begin as the configuration says."""
+    """Coefficients that no file contains start as the configuration says."""
     plain, ids = tiny_gpt2(), random_tokens(2, 7)
     plain.save_pretrained(tmp_path)
     config = KVShiftGPT2Config(**SIZES, shift_init="identity")

@@ -12,8 +12,8 @@ from kvshift.models.retrofit import KVShiftGPT2LMHeadModel, add_kv_shift
 
 from ..llama.tiny import PAD, randomize
 
-# A head size of 12, 3 heads and a width of 36 tell all axes apart. (With a head size that is no multiple of 4, the
-# matrix products of a CPU round differently for other strides of the same keys and values.)
+# A head size of 12, 3 heads and a width of 36 make all axes distinct. (With a head size that is not a multiple of 4,
+# matrix products on a CPU round differently for other strides of the same keys and values.)
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "n_positions": 64,
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 def tiny_gpt2(
     dtype: torch.dtype = torch.float32, seed: int = 0, attention: str = "sdpa", **options: Any
 ) -> GPT2LMHeadModel:
-    """Stock GPT-2 with random weights of standard deviation 0.3, in evaluation mode."""
+    """Return stock GPT-2 with random weights of standard deviation 0.3, in evaluation mode."""
     model = AutoModelForCausalLM.from_config(GPT2Config(**{**SIZES, **options}), attn_implementation=attention)
     randomize(model, seed)
     model.generation_config.pad_token_id = PAD
@@ -40,7 +40,7 @@ def tiny_gpt2(
 def shifted_gpt2(
     dtype: torch.dtype = torch.float32, seed: int = 0, attention: str = "sdpa", **shift: Any
 ) -> KVShiftGPT2LMHeadModel:
-    """The same after `add_kv_shift`, with coefficients ~ U(-1, 1): unequal in every head."""
+    """Return the same after `add_kv_shift`, with coefficients drawn from U(-1, 1): different for each head."""
     sizes = {name: shift.pop(name) for name in list(shift) if name in SIZES}
     model = add_kv_shift(tiny_gpt2(dtype, seed, attention, **sizes), ShiftOptions(**{"init": "identity", **shift}))
     randomize(model, seed)

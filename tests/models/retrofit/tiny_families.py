@@ -1,4 +1,4 @@
-"""A tiny model of every family, and the truth about it: transformers' own, with loops that shift its projections."""
+"""A tiny model of every family, and its truth: transformers' own model, with loops that shift its projections."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvshift.models.retrofit import add_kv_shift
 
 from ..llama.tiny import PAD, randomize
 
-# 4 query heads, 2 KV heads and a head size of 12, a multiple of 4: on a CPU the matrix products of other sizes round by
-# the layout of their operands.
+# 4 query heads, 2 KV heads and a head size of 12, a multiple of 4: on a CPU, matrix products of other sizes round
+# differently for different layouts of their operands.
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 48,
@@ -74,7 +74,7 @@ def stock(
     classifies: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """A model of transformers with random weights of standard deviation 0.3, in evaluation mode."""
+    """Return transformers' own model with random weights of standard deviation 0.3, in evaluation mode."""
     auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
     model = auto.from_config(tiny_config(family, **options), attn_implementation=attention)
     randomize(model)
@@ -92,7 +92,7 @@ def shifted(
     shift: dict[str, Any] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """The same after `add_kv_shift`, with coefficients ~ U(-1, 1): unequal in every head."""
+    """Return the same after `add_kv_shift`, with coefficients drawn from U(-1, 1): different for each head."""
     model = stock(family, dtype, attention, classifies=classifies, **options)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     add_kv_shift(model, ShiftOptions(**{"init": "identity", **(shift or {})}))
@@ -102,7 +102,7 @@ def shifted(
 
 
 def truth_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Transformers' own model of the same weights, whose projections shift by loops: for a sequence alone, uncached."""
+    """Return transformers' own model with the same weights, whose projections shift by loops; for uncached calls."""
     family = type(model).family
     plain = next(plain for plain, with_shift in family.models.items() if with_shift is type(model))
     config_class = plain.config_class
@@ -123,12 +123,12 @@ def truth_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class _Shifted(nn.Module):
-    """A projection, and the shift of some of its outputs.
+    """A projection followed by the shift of some of its outputs.
 
     Args:
-        projection: its output is (B, T, F).
-        columns: by target, which of the F are its heads: (heads, D).
-        coefficients: by target, (heads, W).
+        projection: A module whose output is (B, T, F).
+        columns: For each target, the indices of its heads among the F outputs, (heads, D).
+        coefficients: For each target, its coefficients (heads, W).
     """
 
     def __init__(self, projection: nn.Module, columns: dict[str, Tensor], coefficients: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The compiled kernel: the bits of `shift_eager`, whatever the threads; and what happens where it cannot be used."""
+"""The compiled CPU kernel: it gives the bits of `shift_eager` with any number of threads, and may be unusable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..strategies import cases
 
 @pytest.fixture(params=["AVX512", "AVX2"])
 def kernel(request, monkeypatch) -> Iterator[None]:
-    """Each build that this machine can run; what torch itself does stays as it is."""
+    """Each build of the kernel that this machine can run; torch's kernels keep using the machine's full capability."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in (request.param, "AVX512"):
         pytest.skip(f"a machine with {capability}")
@@ -76,7 +76,7 @@ def test_the_number_of_threads_changes_no_bit(shape, kernel):
 
 @covering(dtype=DTYPES, size=[1, 7, 33, 64], window=[2, 3], positions=[1, 5, 700])
 def test_a_pool_is_read_as_a_state_and_then_written(dtype, size, window, positions, kernel):
-    """Rows that a token reads and another is written to, tokens that are not kept, a longer x and y."""
+    """Tokens read pool rows that others overwrite; some tokens are not kept, and x and y have spare rows."""
     generator = torch.Generator().manual_seed(positions)
     heads, rows = 3, 40
     coefficients = torch.randn(heads, window, generator=generator)
@@ -100,7 +100,7 @@ def test_a_pool_is_read_as_a_state_and_then_written(dtype, size, window, positio
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_results_are_written_past_the_cache_with_the_same_bits(dtype, kernel):
-    """From 2 MiB on, in whole lines of the cache; the mask makes sums of every number of terms."""
+    """From 2 MiB on, whole cache lines are stored past the cache; the mask gives sums of every number of terms."""
     positions = 2**21 // (2 * 5 * 192 * dtype.itemsize) + 1
     generator = torch.Generator().manual_seed(17)
     x, grad = (torch.randn(2, positions, 5, 192, generator=generator).to(dtype) for _ in range(2))
@@ -121,7 +121,7 @@ def test_large_results_are_written_past_the_cache_with_the_same_bits(dtype, kern
 
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FFF, 0xFFFF, 0x7F81, 0x7FC0, 0x0001, 0x8001, 0x7F7F], ids=hex)
 def test_numbers_at_the_end_of_bfloat16(bits, kernel):
-    """Infinities, NaN of any payload, subnormal numbers, the largest: as PyTorch rounds them."""
+    """Infinities, NaN with any payload, subnormal numbers and the largest number round as in PyTorch."""
     signed = bits - 0x10000 if bits >= 0x8000 else bits
     x = torch.full((1, 2, 1, 33), signed, dtype=torch.int16).view(torch.bfloat16)
     for coefficients in ([1.0, 0.5], [1.0, 1.0], [-1.0, float("nan")]):
@@ -138,7 +138,7 @@ def test_a_coefficient_may_be_a_nan_with_any_payload(kernel):
 
 
 def test_coefficients_gradient_is_as_exact_as_that_of_plain_pytorch(kernel):
-    """Error against float64, at a size where float32 sums lose digits; the worst head of five seeds."""
+    """The error against float64 at a size where float32 sums lose digits, for the worst head of five seeds."""
     errors = {"cpu": 0.0, "plain": 0.0}
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)

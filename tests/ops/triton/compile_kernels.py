@@ -1,9 +1,9 @@
-"""Compile the Triton kernels for GPUs that are not there, and print what became of them, a line of JSON each.
+"""Compile the Triton kernels for GPUs that are not present, and print a line of JSON for each kernel.
 
     python tests/ops/triton/compile_kernels.py 90 "plain, window 2, bfloat16" "decode 1, window 2, bfloat16" ...
 
-A process of its own: where it begins, Triton settles for the compiler or the interpreter. The calls are those of the
-operator, on CPU tensors; a stand-in for the driver says which GPU there is, and kernels are compiled, not launched.
+This needs a separate process, because Triton chooses between compiler and interpreter when it is imported. The calls
+are operator calls on CPU tensors; a stub driver reports the GPU, and kernels are compiled, not launched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 SIZES = {"B": 9, "T": 256, "H": 8, "G": 4, "D": 128}
-# Words of a call: one of the first row, any of the second, which targets are shifted, if not both, and the head size.
+# Words of a call: one of the first row; any of the second; if not both targets are shifted, which; and a head size.
 WORDS = (
     ("plain", "state", "documents", "padding", "rotated"),
     ("pack", "norm"),
@@ -32,7 +32,7 @@ WORDS = (
 
 
 class Driver:
-    """Says that there is a GPU of this architecture; everything else about it is unknown."""
+    """A stub driver that reports a GPU of this architecture and nothing else."""
 
     def __init__(self, architecture: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -53,7 +53,7 @@ class Driver:
 
 
 def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
-    """Name, options and code of the kernels that `calls` would have launched."""
+    """Return name, options and code of the kernels that `calls` would have launched."""
     from kvshift.ops.triton import backward as triton_backward
     from kvshift.ops.triton import call as triton_call
     from kvshift.ops.triton import forward as triton_forward
@@ -73,13 +73,13 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 
     stand_ins = SimpleNamespace(forward=Kernel(triton_forward.forward), backward=Kernel(triton_backward.backward))
     triton_launch.kernels = lambda: stand_ins
-    triton_call._IS_INTERPRETED = True  # kernels for tensors on the CPU
+    triton_call._IS_INTERPRETED = True  # the stubs accept CPU tensors
     calls()
     return found
 
 
 def call(words: list[str], window: int, dtype: torch.dtype) -> None:
-    """Forward, backward and the next state, as the WORDS say."""
+    """Run forward, backward and the next state of the call that the WORDS describe."""
     from kvshift.ops import ShiftState, kv_shift, shift_tokens
     from kvshift.ops.arguments import Call
     from kvshift.ops.shift import with_plan
@@ -118,7 +118,7 @@ def call(words: list[str], window: int, dtype: torch.dtype) -> None:
 
 
 def decode(tokens_each: int, window: int, dtype: torch.dtype) -> tuple[str, dict[str, Any], Any]:
-    """The kernel that vLLM's graphs of decoding hold, for pages of 64 tokens."""
+    """Compile the kernel that vLLM's decoding graphs contain, for pages of 64 tokens."""
     from kvshift.integrations.vllm_plugin import decode_kernel
 
     H, D = 2 * SIZES["G"], SIZES["D"]
@@ -140,7 +140,7 @@ def decode(tokens_each: int, window: int, dtype: torch.dtype) -> tuple[str, dict
 
 
 def report(name: str, options: dict[str, Any], kernel: Any) -> dict[str, Any]:
-    """Registers and bytes of local memory for each thread, and the instructions, counted."""
+    """Return registers and bytes of local memory per thread, and the number of each instruction."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -1,4 +1,4 @@
-"""The Triton kernels, run as Python on the CPU: what the edge suite, which takes them like every backend, has not."""
+"""The Triton kernels run as Python on the CPU: tests beyond those that all backends share."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_gradient_may_come_back_to_a_single_result(only):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_error_is_no_larger_than_that_of_plain_pytorch(dtype):
-    """Against the same sums in fp64 (of fp64, in 80 bits): on the whole, and element by element up to one rounding."""
+    """Compared with sums in fp64: the mean error, the largest error, and each element's up to one rounding."""
     case = random_case(53, 1, 301, heads=2, k_dim=13, v_dim=3, dtype=dtype)
 
     def plain(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, **_: object) -> tuple[Tensor, Tensor, ShiftState]:
@@ -103,7 +103,7 @@ def test_the_error_is_no_larger_than_that_of_plain_pytorch(dtype):
     "mode", [{"rows": 2, "window": 3}, {"lengths": [3, 0, 1, 5], "rows": 1}, {"mask": [[1, 0, 1, 1, 0, 1, 1]]}]
 )
 def test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum(tiling, mode, monkeypatch):
-    """Tiles that end inside a document, a hole or a group of heads; one program for several heads."""
+    """Tiles end inside a document, a hole or a group of heads; some programs handle several heads."""
     case = random_case(59, 1, 7, **mode)
     whole = outcome(case, "triton")
     for kernel in ("forward", "backward"):
@@ -114,7 +114,7 @@ def test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum(tiling, mode,
 
 @pytest.mark.parametrize("dimension", ["batch", "positions", "heads", "head size"])
 def test_offsets_beyond_32_bits(dimension, tmp_path):
-    """Strides of 2^30 that fit into 32 bits, offsets that do not: over a file of which a few pages exist."""
+    """Strides of 2^30 fit into 32 bits, but offsets do not; the tensors are in a sparse file."""
     step = 2**30 + 8
     stride = [64, 16, 4, 1]
     stride[("batch", "positions", "heads", "head size").index(dimension)] = step
@@ -139,7 +139,7 @@ def test_a_launch_without_gradients_writes_the_next_state(rows, max_rows, positi
     checks.assert_same_state(case.call("triton")[2], case.call("reference")[2])
 
 
-# The operators that torch sees
+# The operators that PyTorch sees
 
 
 OPERATORS: dict[str, dict] = {
@@ -153,7 +153,7 @@ OPERATORS: dict[str, dict] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", OPERATORS.values(), ids=OPERATORS)
 def test_operators_keep_the_rules_of_torch_library(mode):
-    """Schema, autograd, shapes of fake tensors, tracing with sizes unknown."""
+    """Check schema, autograd, shapes of fake tensors, and tracing with symbolic sizes."""
     case = random_case(79, 2, **({"positions": 3} | mode))
     checks.check_operator_keeps_the_rules_of_torch_library(case)
 

@@ -1,8 +1,8 @@
-"""What compilers make of the Triton kernels, on a machine without a GPU: code for the architectures that matter.
+"""The compiled Triton kernels, for the relevant GPU architectures, checked on a machine without a GPU.
 
-Next to nothing in local memory: no more spilled from registers than the pair that ptxas gives up here and there for
-more threads at once, nothing indexed where it must not be. No atomics, whose order, and so whose sums, differ from run
-to run. Wide loads and stores.
+Next to no local memory: at most the pair of registers that ptxas sometimes spills to run more threads at once, and
+nothing that is indexed dynamically. No atomics, since the order of their sums would differ between runs. Wide loads
+and stores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from ..conftest import skip_unless_built
 
-CALLS = {  # together in one process, which takes 3 seconds to begin
+CALLS = {  # calls of one entry share a process, which takes 3 seconds to start
     (90, "plain"): [
         "plain, window 2, bfloat16",
         "plain, window 2, float64",
@@ -70,7 +70,7 @@ CALLS = {  # together in one process, which takes 3 seconds to begin
 
 
 def compiled(architecture: int, calls: list[str]) -> list[dict[str, Any]]:
-    """What `compile_kernels.py` prints."""
+    """Run `compile_kernels.py` and return what it prints."""
     skip_unless_built("triton")
     pytest.importorskip("triton.backends.nvidia")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -95,7 +95,7 @@ def test_kernels_compile_without_spilling_and_atomics(architecture, kind):
         assert kernel["stack"] <= 8, kernel
         assert not [name for name in instructions if name.startswith(("ATOM", "RED."))], kernel
         if kernel["kernel"] in ("forward", "backward", "decode"):
-            # Rows of 128 numbers move 16 bytes a thread at a time, others 8; those of 16 bits never one by one.
+            # Rows of 128 numbers move in 16 bytes per thread, others in 8; 16-bit numbers are never moved one by one.
             wide = (".128",) if kernel["kernel"] != "decode" and kind != "heads" else (".64", ".128")
             moves = [name for name in instructions if name.startswith(("LDG", "STG"))]
             assert {name[:3] for name in moves if any(width in name for width in wide)} == {"LDG", "STG"}, instructions

@@ -1,4 +1,4 @@
-"""Shift, QK-norm and RoPE in one launch, against the loops in fp64: what `test_attention_inputs.py` does not share."""
+"""Shift, QK-norm and RoPE in one launch compared with the reference in fp64, beyond `test_attention_inputs.py`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_bounds_are_those_of_the_reference(mode):
 @pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_error_is_no_larger_than_that_of_one_operation_after_the_other(dtype, norm):
-    """In the mean. (In fp32 both round every operation, and which comes nearer is chance.)"""
+    """Tested in the mean. (In fp32 both round every operation, and which is more accurate is chance.)"""
     case = random_fused(5, 1, 67, queries=2, heads=2, k_dim=26, dtype=dtype, norm=norm, window=3)
     exact = outcome(case.map(lambda x: x.double()), without_state)
     own, other = outcome(case), outcome(case, unfused)
@@ -95,7 +95,7 @@ def test_gradients_are_not_recorded_with_a_state():
             launched(replace(case, **{trained: leaf}))
 
 
-# What must change no bit
+# Changes that must not affect any bit
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -132,7 +132,7 @@ def test_tables_that_are_views():
 @pytest.mark.parametrize("tiling", [Tiling(positions=2), Tiling(positions=4, heads=2), Tiling(elements=16, heads=8)])
 @pytest.mark.parametrize("mode", [{"window": 3}, {"lengths": [3, 0, 1, 3]}, {"mask": [[1, 0, 1, 1, 0, 1, 1]]}], ids=str)
 def test_tiles(tiling, mode, monkeypatch):
-    """Ends inside a document, a hole or a group of heads; only sums over all positions depend on the tiles."""
+    """Tiles end inside a document, a hole or a group of heads; only sums over all positions depend on the tiles."""
     case = random_fused(19, 1, 7, queries=3, **mode)
     expected = outcome(case)
     for name in triton_launch.TILING:
@@ -149,7 +149,7 @@ def test_a_second_run():
 
 @pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
 def test_what_stands_in_the_padding(norm):
-    """And what comes back to it."""
+    """Neither the content of the padding nor its upstream gradients have an effect."""
     case = random_fused(29, norm=norm, mask=HOLES, window=3)
     assert case.mask is not None
     padding = ~case.mask[:, :, None, None]
@@ -198,7 +198,7 @@ def test_a_gradient_may_come_back_to_a_single_result(only, norm):
 @pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
 @pytest.mark.parametrize("mode", [{}, {"mask": HOLES}, {"lengths": [2, 0, 3]}], ids=["sequences", "padding", "pack"])
 def test_memory_kept_for_backward_is_the_inputs(mode, norm):
-    """Queries only with a norm; with boundaries some 32-bit numbers for each token."""
+    """Queries are saved only with a norm; with boundaries, some 32-bit integers are saved for each token."""
     case = random_fused(41, **mode, norm=norm)
     wanted = [name for name in LEAVES if getattr(case, name) is not None]
     for name in wanted:

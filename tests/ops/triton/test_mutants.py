@@ -1,4 +1,4 @@
-"""Negative controls: ways to get the Triton kernels wrong, and for each a named check that notices."""
+"""Negative controls: mutants of the Triton kernels, each with the check that detects it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..rounding import assert_within_one_rounding
 
 pytestmark = pytest.mark.slow
 
-FILES = ("forward", "backward")  # later ones import from the first
+FILES = ("forward", "backward")  # each file imports from those before it
 HOLES = [[0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
 DOCUMENTS = [[0, 0, 1, 1, 1, 1], [7, -1, -1, -1, -1, 7]]
 
@@ -74,7 +74,7 @@ def check_aligned_heads() -> None:
 
 @torch.no_grad()
 def check_next_state() -> None:
-    """Without gradients, the launch writes it."""
+    """Without gradients, the launch writes the next state."""
     for case in (
         random_case(41, 3, 2, rows=4, window=3),
         random_case(59, 2, 6, rows=1),
@@ -102,7 +102,7 @@ def check_norm_of_a_wide_window() -> None:
 
 @dataclass(frozen=True)
 class KernelMutant:
-    """The files of the kernels with one text in place of another."""
+    """A change to one of the kernels' files or to another module of the operator, and the check that detects it."""
 
     file: str
     right: str
@@ -111,7 +111,7 @@ class KernelMutant:
 
     @contextmanager
     def in_place(self, folder: Path) -> Iterator[None]:
-        """While it lasts, these are launched in place of the real ones."""
+        """Launch the changed kernels in place of the real ones within the context."""
         if self.file not in FILES:
             with Mutant(f"{self.file}.py", self.right, self.wrong).in_place(folder):
                 yield
@@ -250,7 +250,7 @@ def two_tiles(monkeypatch) -> None:
 
 @functools.cache
 def assert_sound(check: Callable[[], None]) -> None:
-    """With the kernels as they are, once for all mutants."""
+    """Check the unchanged kernels, once for all mutants."""
     check()
 
 
@@ -262,7 +262,7 @@ def test_a_mutant_is_caught(mutant: KernelMutant, tmp_path):
 
 
 def test_the_copies_that_are_not_changed_pass(tmp_path):
-    """It is the changed text that is caught, not that the kernels are copies."""
+    """The checks detect changed text, not that the kernels are copies."""
     same = '"""The operator on a GPU'
     with KernelMutant(FORWARD, same, same, check_rows).in_place(tmp_path):
         for check in {mutant.check for mutant in MUTANTS.values()}:

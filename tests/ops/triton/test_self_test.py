@@ -1,4 +1,4 @@
-"""What happens before "auto" first takes the Triton kernels; here in Triton's interpreter, for tensors on the CPU."""
+"""The self-test before the first use of the Triton kernels by "auto", here in Triton's interpreter with CPU tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WARNING = "the Triton kernels fail their self-test on cpu"
 
 @pytest.fixture(autouse=True)
 def process_that_has_tested_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a CPU that "auto" takes for a GPU."""
+    """Let "auto" treat the CPU as a GPU, with no kind of call tested yet."""
     skip_unless_built("triton")
     monkeypatch.setattr(dispatch, "is_gpu", lambda x: True)
     monkeypatch.setattr(self_test, "_VERDICTS", {})
@@ -41,7 +41,7 @@ def process_that_has_tested_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tested(monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
-    """The kinds that are tested, which takes no time here: all pass."""
+    """The kinds of calls whose self-test is requested; all pass without being run."""
     kinds: list[Kind] = []
     monkeypatch.setattr(self_test, "self_test_fault", lambda kind: kinds.append(kind))
     return kinds
@@ -49,7 +49,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that do not compile."""
+    """Replace the kernels by ones that do not compile."""
 
     def kernels() -> None:
         raise RuntimeError("PassManager::run failed\nand more about it")
@@ -69,7 +69,7 @@ def rotated(backend: str = "auto", **given: Any) -> tuple:
 
 
 def path(call: Callable[[], Any]) -> str:
-    """The implementation that shifts in a call."""
+    """Return which implementation shifts in a call: "triton" or "plain"."""
     launched = []
     real = launch.kernels
 
@@ -83,7 +83,7 @@ def path(call: Callable[[], Any]) -> str:
     return "triton" if launched else "plain"
 
 
-# A first call
+# The first call
 
 
 @pytest.mark.interpreted
@@ -132,14 +132,14 @@ def test_nothing_is_tested_where_kernels_are_not_used(tested, monkeypatch):
     for backend in ("triton", "eager", "reference"):
         kv_shift(**inputs(), backend=backend)
         rotated(backend, **inputs())
-    kv_shift(**inputs(window=9))  # too wide for them
+    kv_shift(**inputs(window=9))  # too wide for the kernels
     monkeypatch.setattr(dispatch, "is_gpu", lambda x: x.is_cuda)
     kv_shift(**inputs())
     rotated(**inputs())
     assert tested == []
 
 
-# Kernels that are wrong
+# Faulty kernels
 
 
 def test_kernels_that_raise_are_left_with_one_warning(broken):
@@ -178,7 +178,7 @@ def test_who_asks_for_triton_gets_it(broken):
             call()
 
 
-# What makes no difference to results beyond rounding, and a kernel that "auto" does not launch.
+# Mutants that change results by rounding only, or that change a kernel that "auto" does not launch.
 UNSEEN = {
     "rounded twice",
     "next state of every fourth row",
@@ -204,7 +204,7 @@ def test_a_mutant_is_noticed(name, tmp_path):
 
 @pytest.mark.interpreted
 def test_one_mutant_is_noticed_by_the_first_call(tmp_path):
-    """In a gradient, at documents, though the call has neither."""
+    """The self-test also covers gradients and documents, which the call does not use."""
     with MUTANTS["gradient across documents"].in_place(tmp_path), torch.no_grad():
         with pytest.warns(RuntimeWarning, match=r"packed documents: gradient of k: \d+ of"):
             shifted = kv_shift(**inputs())
@@ -238,7 +238,7 @@ def test_the_switch_is_the_environment_variable():
         assert done.stdout.strip() == expected
 
 
-# Wherever the first call is made
+# The context of the first call
 
 
 def under(name: str, call: Callable[[], Any]) -> Any:

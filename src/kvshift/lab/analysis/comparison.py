@@ -72,7 +72,7 @@ def summarize(twins: Sequence[Twins], step_time: dict[str, Any] | None = None) -
     }
 
 
-def _refuse_strangers(baseline: Run, other: Run) -> None:
+def _require_same_options(baseline: Run, other: Run) -> None:
     """Raise a LabError unless both runs recorded the same options and data, except for options of the variant."""
     of_variants = {"config_hash", *(f"model.{name}" for name in option_names(ModelConfig, Meaning.OF_THE_VARIANT))}
     found = differences(TrainConfig, baseline.config, other.config)
@@ -90,7 +90,7 @@ def _of_one_seed(twins: Twins) -> dict[str, Any]:
     }
     differences = {}
     for variant, run in twins.others.items():
-        _refuse_strangers(baseline, run)
+        _require_same_options(baseline, run)
         ours, theirs = (each.result["eval_losses_per_row"] for each in (run, baseline))
         if len(ours) != len(theirs):
             raise LabError(
@@ -205,7 +205,7 @@ def _mean(values: Any) -> float:
     return mean_of(list(values)).mean
 
 
-def explanation(summary: dict[str, Any]) -> str:
+def legend(summary: dict[str, Any]) -> str:
     """Explain the notation of the table."""
     rows = f"± is one standard error over the {summary['validation_rows']} sequences of the validation set"
     if len(summary["seeds"]) == 1:

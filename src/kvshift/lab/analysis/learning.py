@@ -39,7 +39,7 @@ def steps_to(steps: Sequence[float], accuracy: Sequence[float], level: float) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class StepsToLevel:
     """The steps at which the seeds of one model reached a level of accuracy.
 
     Attributes:
@@ -114,12 +114,12 @@ class Reach:
         return f"{level} after {self.mean:,.0f} steps ({spread}{seeds})"
 
 
-def reach_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]], level: float) -> Reach:
-    """Create the Reach of a model from its curves: for each seed, the steps of evaluations and the accuracy at each.
+def steps_to_level(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]], level: float) -> StepsToLevel:
+    """Create the record of a model from its curves: for each seed, the steps of evaluations and the accuracy at each.
 
     Evaluations before training (step 0) are allowed if they are below the level.
     """
-    return Reach(
+    return StepsToLevel(
         level=level,
         steps={seed: steps_to(steps, accuracy, level) for seed, (steps, accuracy) in curves.items()},
         within={seed: float(steps[-1]) for seed, (steps, _) in curves.items()},
@@ -127,7 +127,7 @@ def reach_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]], leve
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReachComparison:
+class StepsComparison:
     """The ratio of our model's steps to theirs, paired by seed.
 
     Attributes:
@@ -157,9 +157,13 @@ class ReachComparison:
     seeds_later: int
 
 
-def compare_reach(
-    ours: Reach, theirs: Reach, *, names: tuple[str, str] = ("KV-shift", "vanilla"), confidence: float = 0.95
-) -> ReachComparison:
+def compare_steps(
+    ours: StepsToLevel,
+    theirs: StepsToLevel,
+    *,
+    names: tuple[str, str] = ("KV-shift", "vanilla"),
+    confidence: float = 0.95,
+) -> StepsComparison:
     """Compare the steps of two models with the same seeds by their ratio and Student's interval of its mean logarithm.
 
     Pairing by seed removes variation that both runs share, such as the order of the data.
@@ -172,7 +176,7 @@ def compare_reach(
     least = [_over(ours.steps[seed] or ours.within[seed], theirs.steps[seed]) for seed in ours.steps]
     at_most = None if None in most else max(value for value in most if value is not None)
     at_least = None if None in least else min(value for value in least if value is not None)
-    found = ReachComparison(
+    found = StepsComparison(
         outcome="undecided",
         text="",
         ratio=None,
@@ -193,7 +197,9 @@ def _over(ours: float | None, theirs: float | None) -> float | None:
     return None if ours is None or theirs is None else ours / theirs
 
 
-def _censored(found: ReachComparison, ours: Reach, theirs: Reach, names: tuple[str, str]) -> ReachComparison:
+def _censored(
+    found: StepsComparison, ours: StepsToLevel, theirs: StepsToLevel, names: tuple[str, str]
+) -> StepsComparison:
     both = f"{names[0]}: {ours.text}; {names[1]}: {theirs.text}"
     if found.at_most is not None and found.at_most < 1:
         bound = f"{names[0]} needs at most {found.at_most:.3g} of the steps in each of {_seeds(found.seeds)}"
@@ -206,8 +212,8 @@ def _censored(found: ReachComparison, ours: Reach, theirs: Reach, names: tuple[s
 
 
 def _complete(
-    found: ReachComparison, ratios: list[float], names: tuple[str, str], confidence: float
-) -> ReachComparison:
+    found: StepsComparison, ratios: list[float], names: tuple[str, str], confidence: float
+) -> StepsComparison:
     ratio = statistics.geometric_mean(ratios)
     needs = f"{names[0]} needs {ratio:.3g} of the steps of {names[1]}"
     if len(ratios) == 1:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.analysis.comparison import Twins, explanation, summarize, table
+from kvshift.lab.analysis.comparison import Twins, legend, summarize, table
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
 from kvshift.lab.analysis.pages import inline, render
 from kvshift.lab.analysis.probe_curves import plot_probes
@@ -59,7 +59,7 @@ def write_report(
     summary = summarize(twins, _read_if_there(out / "step_time.json"))
     rows = table(summary)
     _write(out / "summary.json", json.dumps(summary, indent=1) + "\n")
-    text = f"{as_markdown(rows)}\n\n{explanation(summary)}\n\nValidation loss: {verdicts(summary)}.\n"
+    text = f"{as_markdown(rows)}\n\n{legend(summary)}\n\nValidation loss: {verdicts(summary)}.\n"
     _write(out / "table.md", text)
 
     runs = [(each.seed, run) for each in twins for run in each.runs.values()]
@@ -79,7 +79,7 @@ def write_report(
         verdict=verdicts(summary),
         more=more,
         rows=rows,
-        explanation=explanation(summary),
+        explanation=legend(summary),
         curves=inline(curves[1]),
         probes=probes and inline(save_figure(probes, out / "probes")[1]),
         coefficients=coefficients,

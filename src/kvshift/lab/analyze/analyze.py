@@ -24,7 +24,7 @@ from kvshift.lab.analysis.maps import counts_by_layer
 from kvshift.lab.analyze.analyze_config import AnalyzeConfig
 from kvshift.lab.core.atomic import write_bytes, write_json
 from kvshift.lab.core.errors import LabError, RunFailedError
-from kvshift.lab.core.messages import say, say_nothing
+from kvshift.lab.core.messages import quiet, say
 from kvshift.lab.core.options import to_json
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate, model_folder
@@ -43,7 +43,7 @@ def analyze(config: AnalyzeConfig) -> Path:
     config.check()
     out = config.run / "analysis" if config.out is None else config.out
     folder = model_folder(config.run, _say)  # prints the checkpoint's name; `locate` need not
-    tokenizer = None if config.text is None else load_tokenizer(locate(str(config.run), say_nothing)[1])
+    tokenizer = None if config.text is None else load_tokenizer(locate(str(config.run), quiet)[1])
     logging.disable_progress_bar()
     model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")
     lowest = _lowest_token(config.run) if config.lowest_token is None else config.lowest_token

@@ -46,12 +46,12 @@ def _line(row: Row) -> tuple[str, ...]:
     found: dict[str, list[str]] = {"wrong": [], "refused": [], "not supported": []}
     for verdict in row["verdicts"]:
         if verdict["verdict"] != "right":
-            found[verdict["verdict"]].append(f"{verdict['property']}{_how(verdict, row['spread'])}")
+            found[verdict["verdict"]].append(f"{verdict['property']}{_detail(verdict, row['spread'])}")
     right = len(row["verdicts"]) - sum(map(len, found.values()))
     return f"{row['name']}", str(right), *("<br>".join(cell) or "-" for cell in found.values())
 
 
-def _how(verdict: Mapping[str, Any], spread: float) -> str:
+def _detail(verdict: Mapping[str, Any], spread: float) -> str:
     """Describe an error: its size and the first wrong position."""
     if verdict["verdict"] != "wrong":
         return ""

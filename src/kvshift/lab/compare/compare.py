@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.analysis.comparison import explanation, table
+from kvshift.lab.analysis.comparison import legend, table
 from kvshift.lab.analysis.report import run_folder, verdicts, write_report
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.compare.compare_config import CompareConfig
@@ -159,7 +159,7 @@ def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
 
 
 def _show(out: Path, summary: dict[str, Any]) -> None:
-    print(f"\n{as_text(table(summary), rule=True)}\n\n{explanation(summary)}\n")
+    print(f"\n{as_text(table(summary), rule=True)}\n\n{legend(summary)}\n")
     print(f"Validation loss: {verdicts(summary)}.\n")
     if (out / "samples.json").exists():
         samples = read_json(out / "samples.json")

@@ -10,5 +10,5 @@ def say(text: str, *, command: str | None = None) -> None:
     print(text if command is None else f"kvshift {command}: {text}", file=sys.stderr, flush=True)
 
 
-def say_nothing(text: str) -> None:
+def quiet(text: str) -> None:
     """Print nothing: a replacement for `say` if the message is printed elsewhere."""

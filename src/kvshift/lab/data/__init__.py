@@ -1,1 +1,1 @@
-"""Text for language models: bundled corpus, local files, hub datasets; tokenizer; sequences of tokens."""
+"""Text for language models: bundled corpora, local files, hub datasets, tokenizers and packed sequences."""

@@ -1,4 +1,4 @@
-"""What a run reads: the options of its text, its tokenizer and its sequences."""
+"""Data options of a run: text, tokenizer and sequences."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.core.options import LATE
 
 SHARED = "KVSHIFT_SHARED_DATA"
-"""The environment variable that names the folder of larger corpora, which the repository does not hold."""
+"""Environment variable that names the folder of larger corpora, which are not part of the repository."""
 
-# A byte-level BPE starts from the 256 bytes; the end-of-text token comes on top.
+# A byte-level BPE starts from the 256 bytes and adds the end-of-text token.
 SMALLEST_VOCABULARY = 257
 
 SHORTEST_WITH_SPANS = 64
-"""Tokens of a sequence in which a span may be repeated: the shortest has a quarter of them, 16."""
+"""Minimum sequence length, in tokens, with repeated spans: a span has 16 tokens to a quarter of the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Text, the tokenizer that encodes it, and the sequences that its tokens are packed into."""
+    """The text, the tokenizer that encodes it, and the layout of the sequences."""
 
     corpus: str = "tinyshakespeare"
     """The text: a bundled corpus by name (tinyshakespeare); a file, a folder or a quoted glob of .txt, .md, .jsonl,
@@ -47,8 +47,8 @@ class DataConfig:
     `validation_fraction` of the corpus; when streaming, its first 1000 documents."""
 
     validation_fraction: float = 0.1
-    """Without `validation`: fraction of the corpus to hold out, between 0 and 1. Counted in documents, or in characters
-    if that is less than one document."""
+    """Size of the held-out text if `validation` is None: a fraction of the corpus between 0 and 1, counted in
+    documents, or in characters if that is less than one document."""
 
     tokenizer: str | None = None
     """Tokenizer: a folder or a name on the hub. None: train a byte-level BPE on the training text."""
@@ -64,12 +64,18 @@ class DataConfig:
     documents: no document sees another."""
 
     repeated_spans: float | None = field(default=None, metadata=LATE)
-    """Fraction of the training sequences in which a span of tokens is copied over a later one, so that there is more to
-    copy: above 0, at most 1, with packing concat. Validation text stays as it is."""
+    """Fraction of the training sequences in which a span of tokens is copied over a later one, to give the model more
+    to copy: above 0 and at most 1, only with packing concat. The validation text is not changed."""
 
 
 def find_shared(name: str | None) -> str | None:
-    """Where a text of the larger corpora lies on this machine; a name without a slash is that of a bundled one."""
+    """Return the path of a text in the folder of larger corpora.
+
+    None and names without a slash, which are bundled corpora, are returned unchanged.
+
+    Raises:
+        LabError: the environment variable `SHARED` is not set, or its folder has no such file.
+    """
     if name is None or "/" not in name:
         return name
     folder = os.environ.get(SHARED)
@@ -80,7 +86,7 @@ def find_shared(name: str | None) -> str | None:
 
 
 def check_data_config(config: DataConfig) -> None:
-    """Raise `LabError` for values that are wrong whatever the text."""
+    """Raise a `LabError` for values that are invalid for every text."""
     for item in dataclasses.fields(config):
         if getattr(config, item.name) == "":
             raise LabError(f"{item.name} must not be empty")

@@ -1,4 +1,4 @@
-"""Datasets generated once and kept in the cache of Hugging Face datasets (HF_DATASETS_CACHE)."""
+"""Generated datasets, stored in the cache of Hugging Face datasets (HF_DATASETS_CACHE)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from datasets.exceptions import DatasetGenerationError
 
 from kvshift.lab.core.errors import LabError
 
-# Part of every key. To be raised with any change of the code that makes a dataset, which the other parts do not see.
+# Part of every key. Increase it whenever the code that makes a dataset changes, which the other parts do not reflect.
 _VERSION = 2
 
 
 class CacheError(LabError):
-    """The cache cannot be written, for instance because the disk is full."""
+    """Raised when the cache cannot be written, for example because the disk is full."""
 
     exit_code = 3
 
 
 def fingerprint(*parts: Any) -> str:
-    """A key made of `parts`, which must be all that the dataset depends on and be fit for JSON."""
+    """Return a cache key for `parts`: all values that the dataset depends on, each serializable as JSON."""
     return hashlib.sha256(json.dumps([_VERSION, *parts]).encode()).hexdigest()[:32]
 
 
 def cached_dataset(
     generate: Callable[..., Iterator[dict[str, Any]]], features: datasets.Features, key: str, **arguments: Any
 ) -> datasets.Dataset:
-    """The rows of `generate(**arguments)`, memory-mapped from the cache, generated where `key` is not there yet.
+    """Return the rows of `generate(**arguments)`, memory-mapped from the cache; generate them if `key` is missing.
 
-    Processes that ask for the same key at the same time wait for the first; what is written half is never read.
+    Concurrent processes with the same key wait for the first one. A partially written dataset is never read.
     """
     try:
         return datasets.Dataset.from_generator(generate, features=features, gen_kwargs=arguments, fingerprint=key)
@@ -46,7 +46,7 @@ def cached_dataset(
         raise
     except OSError as error:
         raise _cache_error(error) from error
-    except ValueError:  # what datasets says of a generator without rows
+    except ValueError:  # datasets raises it for a generator without rows
         if next(generate(**arguments), None) is not None:
             raise
         return datasets.Dataset.from_dict({name: [] for name in features}, features=features)

@@ -1,7 +1,7 @@
-"""Documents in local files: .txt, .md, .jsonl, .json and .parquet, plain or compressed.
+"""Read documents from local files: .txt, .md, .jsonl, .json and .parquet, plain or compressed.
 
-Hugging Face datasets has loaders for these formats; they are not used, since in datasets 5.2 they read a truncated
-.zst file as a shorter one, refuse .parquet.gz, name neither file nor line of malformed JSON, and change line ends.
+Hugging Face datasets has loaders for these formats. They are not used because in datasets 5.2 they accept a truncated
+.zst file as a shorter one, reject .parquet.gz, do not name file and line of malformed JSON, and change line ends.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from kvshift.lab.core.errors import LabError
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 _COMPRESSIONS = (".gz", ".xz", ".zst")
 
-# Beside the data in a folder, and no data: what Hugging Face datasets passes over.
+# Metadata files in a folder of data, which Hugging Face datasets skips, too.
 _ABOUT_THE_DATA = ("README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
-# Columns of chat messages, and the keys that hold their text.
+# Names of columns that usually hold chat messages.
 _CHATS = ("messages", "conversations", "conversation")
 
-# Read of a .txt file at once.
+# Number of bytes of a .txt file to read at a time.
 _PART_BYTES = 2**20
 
-# Columns of a .parquet file that hold text; one of type null holds nothing but nulls.
+# Types of .parquet columns that can hold text; a column of type null contains only nulls.
 _TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view(), pa.null())
 
-# Path, bytes, time of change in ns: what tells whether a file is still the one that was read before.
+# Path, size in bytes and modification time in ns, which show whether a file has changed since it was last read.
 FileStamp = tuple[str, int, int]
 
 
 def is_data_file(path: Path) -> bool:
-    """Whether the name ends in a known format, with or without a compression."""
+    """Return True if the name has a supported suffix, with or without the suffix of a compression."""
     return _format(path) in FORMATS
 
 
 def is_local(corpus: str) -> bool:
-    """Whether a corpus that is not a bundled one is a file, a folder or a glob; else it may be a hub dataset."""
+    """Return True if a corpus that is not bundled is a file, a folder or a glob; otherwise it may be a hub dataset."""
     path = Path(corpus).expanduser()
     return path.exists() or path.is_symlink() or glob.has_magic(corpus)
 
 
 def bundled_corpora() -> list[str]:
-    """Names of the corpora that come with the package."""
+    """Return the sorted names of the corpora that are part of the package."""
     return sorted(file.name.removesuffix(".txt") for file in _corpora().iterdir() if file.name.endswith(".txt"))
 
 
 def find_corpus(corpus: str, option: str) -> tuple[FileStamp, ...] | None:
-    """The files of a bundled corpus, or those that `find_files` finds; None where it is a hub dataset.
+    """Return the files of a bundled corpus, or those that `find_files` finds; None for a hub dataset.
 
     Raises:
-        LabError: it is none of these, or `find_files` raises it. `option` is named.
+        LabError: `corpus` is none of these, or `find_files` raises an error. The message names `option`.
     """
     if corpus in bundled_corpora():
         return find_files(str(_corpora() / f"{corpus}.txt"), option)
@@ -84,13 +84,13 @@ def find_corpus(corpus: str, option: str) -> tuple[FileStamp, ...] | None:
 def find_texts(
     corpus: str, validation: str | None, option: str = "corpus"
 ) -> tuple[tuple[FileStamp, ...] | None, tuple[FileStamp, ...] | None]:
-    """The files of a corpus and of its validation text; None for a hub dataset, or without validation text.
+    """Return the files of a corpus and of its validation text; None for a hub dataset or if there is no such text.
 
     Raises:
         LabError: see `find_corpus`.
     """
     files = find_corpus(corpus, option)
-    if files is None or validation is None:  # of a hub dataset, `validation` is a split
+    if files is None or validation is None:  # for a hub dataset, `validation` is a split
         return files, None
     return files, find_files(validation, "validation")
 
@@ -100,13 +100,13 @@ def _corpora() -> Path:
 
 
 def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
-    """The files that `pattern` stands for, sorted by path: a file, a folder (searched at every depth) or a glob.
+    """Return the files that `pattern` matches, sorted by path: a file, a folder (searched recursively) or a glob.
 
-    Hidden names below a folder are left out, and so are those that a glob does not spell out; see `_files_in`.
+    Hidden names below a folder are skipped, as are those that a glob does not match explicitly; see `_files_in`.
 
     Raises:
-        LabError: there is none; a file that was named or matched is of no known format; or a link leads nowhere, or
-            something is no regular file, there or in the folder. `option` and the path are named.
+        LabError: there is no file; a named or matched file has an unknown format; or one of the files, also in a
+            folder, is a broken link or not a regular file. The message names `option` and the path.
     """
     path = Path(pattern).expanduser()
     known = f"known are {', '.join(FORMATS)}, each also with {', '.join(_COMPRESSIONS)}"
@@ -129,16 +129,16 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
             raise _no_file(file, option)
         if not is_data_file(file):
             raise LabError(f"{option}: {file} is of no known format; {known}{_of_tables(file)}")
-    # not resolved: a link may point to a file without a suffix, as in the caches of the hub
+    # Do not resolve links: they may point to a file without a suffix, as in the caches of the hub.
     stats = [(str(file.absolute()), file.stat()) for file in found]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _files_in(folder: Path, option: str, seen: dict[Path, Path]) -> Iterator[Path]:
-    """The data files of a folder and its subfolders, linked ones included, in the order of their paths.
+    """Yield the data files of a folder and its subfolders, including linked ones, in the order of their paths.
 
-    As Hugging Face datasets does, hidden names (".git", "._a.txt") and folders such as "__pycache__" are left out.
-    `seen` holds the folders that were entered, by what they resolve to.
+    Hidden names (".git", "._a.txt") and folders such as "__pycache__" are skipped, as in Hugging Face datasets.
+    `seen` maps the resolved path of each visited folder to its original path.
     """
     real = folder.resolve()
     if real in seen:
@@ -161,7 +161,7 @@ def _files_in(folder: Path, option: str, seen: dict[Path, Path]) -> Iterator[Pat
 
 
 def _private_folders(path: Path) -> int:
-    """How many folders of a path or a glob are named like "__pycache__", which a glob matches only where it says so."""
+    """Return the number of folders in a path or glob that start with "__"; a glob must name these explicitly."""
     return sum(part.startswith("__") for part in path.parent.parts)
 
 
@@ -172,7 +172,7 @@ def _no_file(path: Path, option: str) -> LabError:
 
 
 def _of_tables(path: Path) -> str:
-    """What an error adds where the path is a .csv or .tsv file, or a folder that holds one: how to convert it."""
+    """Return a hint for an error message: how to convert `path`, or a file in this folder, if it is .csv or .tsv."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if _format(file) in (".csv", ".tsv"):
             separator = r", sep='\t'" if _format(file) == ".tsv" else ""
@@ -183,9 +183,9 @@ def _of_tables(path: Path) -> str:
 
 
 def of_chats(columns: Iterable[str], load: str, out: str) -> str:
-    """What an error adds where a column holds the messages of chats: how to make each chat a text.
+    """Return a hint for an error message: how to turn a column of chat messages into texts; "" if there is none.
 
-    `load` is Python that gives the dataset, `out` the file to write.
+    `load` is Python code that loads the dataset, and `out` is the file to write.
     """
     chats = next((name for name in _CHATS if name in columns), None)
     if chats is None:
@@ -211,7 +211,7 @@ def _python(code: str) -> str:
 
 
 def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, Any]]:
-    """One {"text": str} a document; see `read_pieces`."""
+    """Yield a row {"text": str} for each document; see `read_pieces`."""
     pieces: list[str] = []
     for text, last in read_pieces(files, column):
         pieces.append(text)
@@ -223,19 +223,19 @@ def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, 
 def read_pieces(
     files: tuple[FileStamp, ...], column: str, option: str = "--data.text-column"
 ) -> Iterator[tuple[str, bool]]:
-    """The documents in pieces that fit into memory, each with whether it is the last of its document.
+    """Yield the documents in pieces that fit into memory, each with a flag for the last piece of a document.
 
-    A document is a .txt or .md file, read a part at a time, or a row of another, which is one piece: a row of a .jsonl
-    or .json file is an object on a line, or an element (an object or a text) of the array that the file holds. Text is
-    taken as it is, line ends included; a byte order mark at the start of a file is dropped. A null, in whatever format,
-    is an empty text.
+    A document is either a .txt or .md file, read in several pieces, or a row of another file, read as one piece. A row
+    of a .jsonl or .json file is an object on one line, or an element (an object or a text) of the array in the file.
+    Text is not changed, including its line ends, except that a byte order mark at the start of a file is dropped. A
+    null is an empty text in every format.
 
     Raises:
-        LabError: a file cannot be read or is damaged, or `column` is not there or holds no text; the file is named,
-            and the line or byte; `option` is what chooses the column.
+        LabError: a file cannot be read or is damaged, or `column` is missing or does not hold text. The message names
+            the file and the line or byte, and `option` as the option that selects the column.
     """
-    # EOFError, LZMAError: a compressed file that ends early or is damaged; OSError covers gzip and zstd. Local, since
-    # a generator that is closed when Python ends finds the modules gone.
+    # A compressed file that is truncated or damaged raises EOFError or LZMAError, or OSError for gzip and zstd. The
+    # tuple is local because a generator that is closed when Python exits can no longer access the modules.
     faults = (OSError, EOFError, lzma.LZMAError, pa.ArrowException)
     for name, *_ in files:
         path = Path(name)
@@ -258,8 +258,8 @@ def read_pieces(
 
 def _read_txt(path: Path, column: str) -> Iterator[tuple[str, bool]]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    held: str | None = None  # until it is known whether more follows
-    begin = 0  # of what is decoded next, in bytes
+    held: str | None = None  # a piece that is held back until it is known whether another one follows
+    begin = 0  # offset in bytes of the content to decode next
     with _open(path) as file:
         while content := file.read(_PART_BYTES):
             text = _decode(decoder, content, begin, path)
@@ -273,7 +273,7 @@ def _read_txt(path: Path, column: str) -> Iterator[tuple[str, bool]]:
 
 
 def _decode(decoder: codecs.IncrementalDecoder, content: bytes, begin: int, path: Path) -> str:
-    begin -= len(decoder.getstate()[0])  # the start of a character whose end is in `content`
+    begin -= len(decoder.getstate()[0])  # bytes of a character that continues in `content`
     try:
         return decoder.decode(content, final=not content)
     except UnicodeDecodeError as error:
@@ -289,7 +289,7 @@ def _read_json(path: Path, column: str) -> Iterator[tuple[str, bool]]:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
                 continue
-            if first and (line.lstrip().startswith(b"[") or line.strip() == b"{"):  # an array, or an object on lines
+            if first and (line.lstrip().startswith(b"[") or line.strip() == b"{"):  # an array or a multi-line object
                 rows = _parse(line + file.read(), column, str(path), path, number)
                 for index, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
                     where = f"{path}, element {index}"
@@ -304,7 +304,7 @@ def _read_json(path: Path, column: str) -> Iterator[tuple[str, bool]]:
 
 
 def _parse(content: bytes, column: str, where: str, path: Path, number: int) -> Any:
-    """The JSON of a line, or of the rest of the file from this line on."""
+    """Parse the JSON of line `number`, or of the rest of the file from this line on."""
 
     try:
         text = content.decode("utf-8")
@@ -325,7 +325,7 @@ def _parse(content: bytes, column: str, where: str, path: Path, number: int) -> 
 
 
 def _without_repeats(column: str, where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, of whose equal keys json.loads would take the last silently."""
+    """Return `pairs` as a dict, but raise a LabError if `column` is repeated; json.loads would keep only the last."""
     if sum(name == column for name, _ in pairs) > 1:
         raise LabError(f"{where}: {column!r} stands twice in one object: rename one of them")
     return dict(pairs)
@@ -348,7 +348,7 @@ def _text(row: dict[str, Any], column: str, where: str) -> str:
 
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bool]]:
     with _open(path) as stream:
-        # A parquet file is read from its end: a compressed one has to be decompressed in memory, whole.
+        # A parquet file is read from its end, so that a compressed one must be decompressed in memory as a whole.
         source = stream if path.suffix == ".parquet" else io.BytesIO(stream.read())
         file = pq.ParquetFile(source)
         schema = file.schema_arrow
@@ -362,7 +362,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bool]]:
             raise _NoTextError(str(path), column, str(kind))
         for batch in file.iter_batches(batch_size=1000, columns=[column]):
             try:
-                texts = batch.column(column).to_pylist()  # a struct's field may have the same path and be there too
+                texts = batch.column(column).to_pylist()  # the batch may also have a struct's field of the same path
             except UnicodeDecodeError as error:
                 raise LabError(f"{path}: text_column {column!r} holds text that is not UTF-8: {error}") from None
             for text in texts:
@@ -382,7 +382,7 @@ class _NoTextError(LabError):
 
 
 def _format(path: Path) -> str:
-    """The suffix before that of a compression."""
+    """Return the suffix of a path, ignoring that of a compression."""
     return (path.with_suffix("") if path.suffix in _COMPRESSIONS else path).suffix
 
 
@@ -401,6 +401,6 @@ def _open(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".xz":
         return lzma.open(path)
     if path.suffix == ".zst":
-        # Not the package zstandard, which takes a truncated file for a whole one.
+        # The package zstandard is not used, because it does not detect truncated files.
         return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))  # pyright: ignore[reportArgumentType]
     return path.open("rb")

@@ -1,4 +1,4 @@
-"""Names of models and tokenizers: a path, or a name on the Hugging Face hub; whether the hub has it, and its files."""
+"""Tell paths from names on the Hugging Face hub, check that the hub has a model, and download its files."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from huggingface_hub.utils import validate_repo_id
 
 from kvshift.lab.core.errors import LabError
 
-_SECONDS = 10.0  # that the hub has to answer
+_SECONDS = 10.0  # timeout of a request to the hub
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` can only be one on the hub, such as "gpt2" or "owner/name".
+    """Return True if `name` can only be a name on the hub, such as "gpt2" or "owner/name".
 
-    A path is what exists here, what begins with ".", "~" or "/", what the hub does not allow as a name ("runs/a/b"),
-    and what would lie in a folder that exists ("runs/mine", where there is a folder "runs").
+    A name is a path if it exists, begins with ".", "~" or "/", is not allowed on the hub ("runs/a/b"), or would be in
+    an existing folder ("runs/mine" if there is a folder "runs").
     """
     path = Path(name)
     if path.exists() or path.is_absolute() or name.startswith((".", "~")):
@@ -31,10 +31,10 @@ def is_hub_name(name: str) -> bool:
 
 
 def require_on_hub(name: str, option: str) -> None:
-    """Raise a LabError, which names the `option`, unless a model of this name is in the hub's cache or on the hub.
+    """Raise a LabError that names `option` unless a model of this name is in the hub's cache or on the hub.
 
-    The hub is asked once. What transformers does to load a model asks for each of its files, and retries each for
-    seconds.
+    This takes a single request, whereas loading a model with transformers requests each of its files and retries each
+    for seconds.
     """
     if any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES):
         return
@@ -52,10 +52,10 @@ def require_on_hub(name: str, option: str) -> None:
 
 
 def download(name: str, file: str) -> Path | None:
-    """A small file of a model of this name, from the hub or its cache; None where the model has no such file."""
+    """Return the path of a small file of a model from the hub or its cache; None if the model has no such file."""
     try:
         return Path(hf_hub_download(name, file))
-    except EntryNotFoundError:  # also where the hub cannot be asked, and the cache has no such file
+    except EntryNotFoundError:  # also raised if the hub is unreachable and the file is not cached
         return None
     except OSError as error:
         raise LabError(f"model: {name} could not be loaded from the hub: {_reason(error)}") from error

@@ -1,4 +1,4 @@
-"""The order in which a run reads its sequences: the same for a seed, whatever the model and the number of devices."""
+"""The order in which a run reads its sequences; it depends on the seed, but not on the model or number of devices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvshift.lab.core.seeds import generator_for
 
 
 class ShuffledEpochs(Sampler[int]):
-    """The first `count` numbers of one permutation of range(sequences) after another.
+    """A sampler that concatenates random permutations of range(sequences) and stops after `count` indices.
 
-    Trainer sees a single epoch, so that no batch is cut short where an epoch ends, and all devices together
-    take the same sequences in each step, however many they are.
+    Trainer sees a single epoch. Thus no batch is cut short at the end of a pass over the data, and each step takes the
+    same sequences for any number of devices.
     """
 
     def __init__(self, sequences: int, count: int, seed: int) -> None:
@@ -36,7 +36,7 @@ class ShuffledEpochs(Sampler[int]):
 
 
 class EndlessStream(IterableDataset):
-    """The sequences of a stream, from its start again whenever it ends."""
+    """A dataset that repeats a stream of sequences endlessly."""
 
     def __init__(self, sequences: Iterable[dict[str, Any]]) -> None:
         self._sequences = sequences
@@ -45,7 +45,7 @@ class EndlessStream(IterableDataset):
         epoch = 0
         while True:
             if hasattr(self._sequences, "set_epoch"):
-                self._sequences.set_epoch(epoch)  # type: ignore[attr-defined]  # datasets shuffle again for each
+                self._sequences.set_epoch(epoch)  # type: ignore[attr-defined]  # a shuffled stream is reshuffled
             sequence = None
             for sequence in self._sequences:
                 yield sequence

@@ -1,13 +1,13 @@
-"""Documents to sequences of tokens.
+"""Pack documents into sequences of tokens.
 
-The documents are one stream of tokens, each document followed by the end-of-text token, cut every T tokens; what is
-left at the end is dropped. With documents A = a1 a2 a3, B = b1 and C = c1 c2, end of text $, T = 4:
+The documents form one stream of tokens, with the end-of-text token after each document. The stream is cut every T
+tokens; an incomplete last sequence is dropped. For A = a1 a2 a3, B = b1 and C = c1 c2, end of text $, and T = 4:
 
     input_ids     a1 a2 a3  $ | b1  $ c1 c2      (the last $ does not fill a sequence)
     position_ids   0  1  2  3 |  0  1  0  1      packing "documents" only
-    labels         -  2  3  $ |  -  $  -  c2     - is -100: not predicted
+    labels         - a2 a3  $ |  -  $  - c2      packing "documents"; - is -100: not predicted
 
-`repeat_spans` copies a span over a later one in a fraction of the sequences.
+`repeat_spans` copies a span of a sequence over a later one, in a fraction of the sequences.
 
 Shapes: B sequences, T positions in a sequence.
 """
@@ -29,13 +29,13 @@ from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift.lab.data.pieces import cut, parts_at_lines
 from kvshift.lab.data.sources import Documents, texts
 
-# Characters handed to the tokenizer at once, to work on with all its threads.
+# Characters passed to the tokenizer in one batch, enough to occupy all its threads.
 _BATCH_CHARACTERS = 2**20
 
-# Sequences of a stream that wait to be drawn from, to shuffle documents.
+# Size of the shuffle buffer of a stream, in sequences.
 _SHUFFLE_ROWS = 1024
 
-_SPANS = 5081  # of the generator of spans, beside the number of the sequence
+_SPANS = 5081  # first part of the seed for repeated spans; the second part is the index of the sequence
 
 
 def pack_documents(
@@ -45,7 +45,7 @@ def pack_documents(
     packing: str,
     repeated_spans: float | None = None,
 ) -> datasets.Dataset:
-    """The sequences of `documents`, kept in the cache of Hugging Face datasets."""
+    """Return the sequences of `documents`, stored in the cache of Hugging Face datasets."""
     layout = _layout(tokenizer, sequence_length, packing, repeated_spans)
     decisive = [value for name, value in layout.items() if name != "repeated_spans" or value]
     key = fingerprint("rows", documents._fingerprint, tokenizers.__version__, *decisive)
@@ -62,10 +62,10 @@ def pack_stream(
     *,
     seed: int | None = None,
 ) -> datasets.IterableDataset:
-    """The sequences of `documents`, made while they are read; with a seed, shuffled, every pass in the same order.
+    """Return a stream of the sequences of `documents`; with a seed, it is shuffled in the same order in every pass.
 
-    Not by the `shuffle` of datasets, whose order changes when a DataLoader gets its first worker. Sequences are lists:
-    `with_format("torch")` converts a stream number by number, 100 sequences a second.
+    The `shuffle` of datasets is not used because its order changes when a DataLoader gets its first worker. Sequences
+    are lists because `with_format("torch")` converts a stream number by number, only 100 sequences per second.
     """
     return datasets.IterableDataset.from_generator(
         _shuffled_rows,
@@ -81,14 +81,14 @@ def pack_stream(
 def pack(
     text: Iterable[str], encode: tokenizers.Tokenizer, eos: int, sequence_length: int, packing: str
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Sequences of T = `sequence_length` tokens; see the head of the module.
+    """Yield sequences of T = `sequence_length` tokens; see the module docstring.
 
-    A document longer than a sequence continues in the next, which is a context of its own: there, position_ids start at
-    0 again, as no token of the sequence sees the sequence before.
+    A document longer than a sequence continues in the next one, which is a separate context: its position_ids start at
+    0 again, because no token attends to the previous sequence.
 
     Args:
         text: the documents; none is empty.
-        encode: makes ids of text, without special tokens; see `encoder`.
+        encode: tokenizer without special tokens; see `encoder`.
         eos: id of the end-of-text token.
         packing: "documents" adds position_ids; "concat" does not.
 
@@ -114,11 +114,11 @@ def pack(
 
 
 def collate(sequences: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Sequences to what the model takes: input_ids, labels and, for packed documents, position_ids; each (B, T) int64.
+    """Collate sequences into input_ids, labels and, with packing "documents", position_ids; each (B, T) int64.
 
-    Labels are the input_ids: the model compares the output at t with the label at t + 1, and never asks for the first
-    of a sequence. The first token of a document is not to be predicted from the document before: its label is -100.
-    There is no attention_mask: no sequence is padded.
+    Labels are the input_ids: the model compares the output at t with the label at t + 1 and ignores the first label of
+    a sequence. With position_ids, the first token of a document has the label -100, so that it is not predicted from
+    the previous document. There is no attention_mask because no sequence is padded.
     """
     batch = {
         name: torch.stack([torch.as_tensor(one[name]) for one in sequences]).long()
@@ -132,7 +132,7 @@ def collate(sequences: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def encoder(backend: str) -> tokenizers.Tokenizer:
-    """A tokenizer that takes all text for text: "<|endoftext|>" in a document does not end it."""
+    """Return a tokenizer that treats special tokens in a text, such as "<|endoftext|>", as ordinary characters."""
     encode = tokenizers.Tokenizer.from_str(backend)
     encode.no_truncation()
     encode.no_padding()
@@ -141,20 +141,20 @@ def encoder(backend: str) -> tokenizers.Tokenizer:
 
 
 def count_tokens(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> int:
-    """Tokens of all documents, their end-of-text tokens included."""
+    """Return the number of tokens in all documents, including an end-of-text token for each."""
     encode = encoder(tokenizer.backend_tokenizer.to_str())
     return sum(len(document) + 1 for batch in _encoded(texts(documents), encode) for document in batch)
 
 
 def repeat_spans(tokens: np.ndarray, number: int, fraction: float) -> np.ndarray:
-    """With a probability of `fraction`, the sequence with one span copied over a later one; else as it is.
+    """With probability `fraction`, copy one span of a sequence over a later one; otherwise return it unchanged.
 
         tokens[b : b + n] = tokens[a : a + n],  n in 16 .. T / 4,  a in 0 .. T - 2 n,  b in a + n .. T - n, all uniform
 
     Args:
         tokens: (T,), T >= 64.
-        number: of the sequence, which decides all draws: the same on every run, whatever its seed.
-        fraction: between 0 and 1.
+        number: index of the sequence. It alone seeds the draws, which are thus the same for every seed of a run.
+        fraction: probability between 0 and 1.
     """
     random = np.random.default_rng([_SPANS, number])
     if random.random() >= fraction:
@@ -171,7 +171,7 @@ def repeat_spans(tokens: np.ndarray, number: int, fraction: float) -> np.ndarray
 def _layout(
     tokenizer: PreTrainedTokenizerFast, sequence_length: int, packing: str, repeated_spans: float | None
 ) -> dict[str, Any]:
-    """Arguments of `_rows`, other than the documents."""
+    """Return the arguments of `_rows` other than the documents."""
     return {
         "backend": tokenizer.backend_tokenizer.to_str(),
         "eos": tokenizer.eos_token_id,
@@ -198,7 +198,7 @@ def _shuffled_rows(seed: int | None, **options: Any) -> Iterator[dict[str, np.nd
         yield from rows
         return
     random = np.random.default_rng(seed)
-    # copies: a sequence is a view that would keep its whole batch in memory
+    # Copy each sequence: it is a view that would keep its whole batch in memory.
     waiting = [{name: column.copy() for name, column in row.items()} for row in islice(rows, _SHUFFLE_ROWS)]
     for row in rows:
         chosen = int(random.integers(len(waiting)))
@@ -214,10 +214,10 @@ def _features(sequence_length: int, packing: str) -> datasets.Features:
 
 
 def _encoded(text: Iterable[str], encode: tokenizers.Tokenizer) -> Iterator[list[list[int]]]:
-    """The tokens of the documents, a batch of documents at a time; never an empty batch."""
+    """Yield the tokens of each document, in batches of one or more documents."""
     may_cut = parts_at_lines(encode)
     pieces: list[str] = []
-    counts: list[int] = []  # pieces of each document
+    counts: list[int] = []  # number of pieces of each document
     characters = 0
     for document in text:
         parts = cut(document) if may_cut else [document]

@@ -1,6 +1,6 @@
-"""Long documents in pieces: tokenizing takes some 170 bytes of memory a character, and threads share pieces out.
+"""Cut long documents into pieces: tokenizing takes about 170 bytes per character, and threads can share the pieces.
 
-No piece is longer than 2^20 characters, whatever the text, and no word that a BPE learns from longer than 2^10.
+No piece is longer than 2^20 characters, and a BPE is trained on no word longer than 2^10 characters.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import re
 import tokenizers
 
 _PIECE_CHARACTERS = 2**15
-_LONGEST_PIECE = 2**20  # where the text has no end of line to cut at
+_LONGEST_PIECE = 2**20  # if the text has no end of line to cut at
 _LONGEST_WORD = 2**10
 
-# What a byte-level pre-tokenizer takes for one word: letters, digits, other signs, or white space.
+# A byte-level pre-tokenizer treats each run of letters, digits, other signs or white space as one word.
 _OR_MORE = f"{{{_LONGEST_WORD + 1},}}"
 _LONG_WORD = re.compile(rf"[^\W\d_]{_OR_MORE}|\d{_OR_MORE}|(?:[^\w\s]|_){_OR_MORE}|\s{_OR_MORE}")
 
 
 def parts_at_lines(encode: tokenizers.Tokenizer) -> bool:
-    """Whether a text may be cut where `cut` does without changing its tokens.
+    """Return True if a text has the same tokens when it is cut by `cut`.
 
-    So it is with the byte-level tokenizers (GPT-2, Llama 3, Qwen and ours), whose words do not reach over the end of
-    a line; not with those that put a space before a text.
+    This holds for byte-level tokenizers (GPT-2, Llama 3, Qwen and those of `train_bpe`), whose words do not cross the
+    end of a line, but not for tokenizers that put a space before a text.
     """
     description = json.loads(encode.to_str())
     steps = description["pre_tokenizer"] or {}
@@ -34,10 +34,10 @@ def parts_at_lines(encode: tokenizers.Tokenizer) -> bool:
 
 
 def cut(document: str) -> list[str]:
-    """Cut a long document after an end of line, with no white space before it, and a letter or digit after.
+    """Cut a long document at line ends that follow no white space and precede a letter or digit.
 
-    Where there is no such place for 2^20 characters, it is cut before a space between letters; and where there is none
-    either, at any character: a token then ends at the cut that might have reached over it.
+    If there is no such place within 2^20 characters, the cut is before a space between letters. If there is no such
+    space either, the cut is at an arbitrary character, and a token that would have crossed it is split.
     """
     pieces = []
     begin = 0
@@ -59,9 +59,9 @@ def cut(document: str) -> list[str]:
 
 
 def without_long_words(piece: str) -> tuple[list[str], int]:
-    """The piece, cut within words of more than 2^10 characters, and how long the longest of these is, or 0.
+    """Return the piece, cut within words of more than 2^10 characters, and the length of the longest such word or 0.
 
-    A BPE learns from a word of n characters in a time that grows with n^2.
+    The time to train a BPE on a word of n characters grows as n^2.
     """
     parts, begin, longest = [], 0, 0
     for word in _LONG_WORD.finditer(piece):

@@ -1,6 +1,6 @@
-"""From the name of a corpus to its documents, for training and for validation.
+"""Load the documents of a corpus for training and validation.
 
-Wherever the text comes from, what leaves this module is a dataset with one column, "text", and one document a row.
+Every source becomes a dataset with a single column, "text", and one document per row.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvshift.lab.data.files import FileStamp, find_corpus, find_texts, of_chats,
 
 Documents = datasets.Dataset | datasets.IterableDataset
 
-# Documents at the head of a stream that are kept for validation: a stream has no known end to take a share of.
+# Number of documents held out from the start of a stream; its length, and thus a fraction of it, is unknown.
 STREAM_VALIDATION_DOCUMENTS = 1000
 
-# 64-bit offsets: one document may be larger than 2 GiB.
+# large_string has 64-bit offsets, because a document may be larger than 2 GiB.
 _FEATURES = datasets.Features({"text": datasets.Value("large_string")})
 
 
 def load_documents(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
-    """Documents to train on and documents to validate on; no text is in both.
+    """Return the training documents and the validation documents, which do not overlap.
 
     Raises:
-        LabError: the text cannot be found or read, or the two would overlap.
+        LabError: the text cannot be found or read, or the two sets would overlap.
     """
     files, held_out = find_texts(config.corpus, config.validation)
     if files is None:
@@ -39,19 +39,19 @@ def load_documents(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
 
 
 def read_text(config: DataConfig, option: str) -> Iterator[tuple[str, bool]]:
-    """All of the corpus, nothing held out, in pieces; see `read_pieces`. Documents of white space alone are left out.
+    """Yield the whole corpus in pieces like `read_pieces`, without the documents that contain only white space.
 
-    For a command that has --text-column, not --data.text-column.
+    Nothing is held out. This is for commands whose option is called --text-column instead of --data.text-column.
 
     Raises:
-        LabError: the text cannot be found, and `option` is named, or cannot be read.
+        LabError: the text cannot be found (the message names `option`) or read.
     """
     files = find_corpus(config.corpus, option)
     if files is None:
         yield from ((text, True) for text in texts(_hub_split(config, config.split, "--text-column")))
         return
     _refuse_hub_options(config)
-    blank = ""  # what a document begins with
+    blank = ""  # white space at the start of a document
     begun = False
     for text, last in read_pieces(files, config.text_column, "--text-column"):
         if not begun:
@@ -64,7 +64,7 @@ def read_text(config: DataConfig, option: str) -> Iterator[tuple[str, bool]]:
 
 
 def texts(documents: Documents) -> Iterator[str]:
-    """The documents that hold more than white space, in order."""
+    """Return an iterator over the documents that contain more than white space, in order."""
     return (text for text in _column(documents) if text and not text.isspace())
 
 
@@ -117,7 +117,7 @@ def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text
         documents = datasets.load_dataset(config.corpus, config.hub_config, split=split, streaming=config.streaming)
         if isinstance(documents, datasets.IterableDataset) and documents.features is None:
             documents = documents._resolve_features()  # reads the first row: this format does not declare its columns
-    except Exception as error:  # the hub, HTTP, the disk and the formats raise what they like
+    except Exception as error:  # the hub, HTTP, the disk and the formats raise exceptions of many types
         raise LabError(
             f"corpus: {config.corpus!r} is no file or folder here, and loading it from the hub failed: {error}"
         ) from error
@@ -146,7 +146,7 @@ def _collect(stream: datasets.IterableDataset) -> datasets.Dataset:
 
 
 def _tail_held_out(documents: datasets.Dataset, fraction: float) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Hold out the last documents, or, where `fraction` is less than one document, the last characters."""
+    """Hold out the last documents or, if `fraction` of them is less than one document, the last characters."""
     count = len(documents)
     held_out = int(count * fraction)
     if held_out:
@@ -168,7 +168,10 @@ def _tail_held_out(documents: datasets.Dataset, fraction: float) -> tuple[datase
 
 
 def _place(documents: datasets.Dataset, fraction: float) -> tuple[int, int]:
-    """Document and character behind `fraction` of all characters, moved to the start of the next line."""
+    """Return the document index and character index after `fraction` of all characters.
+
+    The position is moved to the start of the next line, if the document has one.
+    """
     left = int(sum(map(len, _column(documents))) * fraction)
     for number, text in enumerate(_column(documents)):
         if left < len(text):
@@ -179,7 +182,7 @@ def _place(documents: datasets.Dataset, fraction: float) -> tuple[int, int]:
 
 
 def _cut(documents: datasets.Dataset, number: int, character: int, after: bool) -> Iterator[dict[str, Any]]:
-    """What lies before, or after, this character of document `number`."""
+    """Cut the documents at a character of document `number`; yield the text before it or, with `after`, from it on."""
     for index, text in enumerate(_column(documents)):
         cut = len(text) if index < number else 0 if index > number else character
         yield {"text": text[cut:] if after else text[:cut]}

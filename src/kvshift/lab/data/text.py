@@ -1,4 +1,4 @@
-"""Text ready for training: sequences of tokens for training and validation, and the tokenizer that made them."""
+"""Load text for training: packed training and validation sequences, and the tokenizer that made them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from kvshift.lab.data.tokenizers import make_tokenizer
 
 @dataclass(frozen=True)
 class TextData:
-    """What `load_text_data` returns. Sequences hold input_ids and, where documents are kept apart, position_ids."""
+    """Training and validation sequences, and the tokenizer that made them.
+
+    Sequences have the column input_ids and, with packing "documents", position_ids.
+    """
 
     train: datasets.Dataset | datasets.IterableDataset
     validation: datasets.Dataset
@@ -28,12 +31,12 @@ def load_text_data(config: DataConfig, *, seed: int, tokenizer_folder: Path) -> 
     """Read, tokenize and pack the text of `config`.
 
     Args:
-        config: see `DataConfig`.
-        seed: of the order of sequences, where they are streamed; otherwise they come in the order of the text.
-        tokenizer_folder: the tokenizer is loaded from here, or made and saved here.
+        config: data options.
+        seed: random seed for the order of streamed sequences; other sequences keep the order of the text.
+        tokenizer_folder: folder from which the tokenizer is loaded, or in which it is created and saved.
 
     Raises:
-        LabError: naming what is wrong with the options or the text.
+        LabError: an option or the text is invalid.
     """
     check_data_config(config)
     documents, held_out = load_documents(config)

@@ -1,4 +1,4 @@
-"""Text of any length as tokens and the bytes that each stands for, a part at a time."""
+"""Tokenize text of any length in parts, with the number of bytes that each token stands for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tokenizers
 
 from kvshift.lab.data.pieces import cut, parts_at_lines
 
-# Characters handed to the tokenizer at once, to work on with all its threads; it takes some 170 bytes for each.
+# Characters passed to the tokenizer in one batch, enough to occupy all its threads; each takes about 170 bytes.
 _BATCH_CHARACTERS = 2**18
 
 
@@ -19,8 +19,8 @@ class Tokens(NamedTuple):
 
     Attributes:
         ids: (n,) int64.
-        sizes: (n,) int64: bytes of UTF-8 from the end of the token before to that of this one. A character of several
-            tokens counts with the first of them. All together are the bytes of the text.
+        sizes: (n,) int64: bytes of UTF-8 from the end of the previous token to the end of this one. A character that
+            is split into several tokens counts for the first of them. The sum is the size of the text.
         last: whether the document ends here.
     """
 
@@ -30,9 +30,9 @@ class Tokens(NamedTuple):
 
 
 def token_stream(pieces: Iterable[tuple[str, bool]], encode: tokenizers.Tokenizer) -> Iterator[Tokens]:
-    """The tokens of documents in pieces, as those of the whole documents are.
+    """Yield the tokens of documents that are given in pieces; they equal the tokens of the whole documents.
 
-    Where the tokenizer does not allow to cut a text (`parts_at_lines`), a document is tokenized in one part.
+    If the tokenizer does not allow a text to be cut (see `parts_at_lines`), each document is tokenized as a whole.
 
     Args:
         pieces: see `read_pieces`.

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: one by name or folder, or a byte-level BPE trained on the training text."""
+"""The tokenizer of a run: loaded by name or from a folder, or a byte-level BPE trained on the training text."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from kvshift.lab.data.sources import Documents, texts
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Characters that a BPE learns from: more than this changes its merges no longer, but takes minutes.
+# Number of characters to train a BPE on: more would not change its merges, but would take minutes.
 _BPE_CHARACTERS = 2**28
 
-# Beside the files of the tokenizer: what it was made from.
+# File in the folder of a tokenizer that records the options from which the tokenizer was made.
 ORIGIN = "made_from.json"
 
 
 class SaveError(LabError):
-    """The tokenizer cannot be written, for instance because the disk is full."""
+    """Raised when the tokenizer cannot be written, for example because the disk is full."""
 
     exit_code = 3
 
 
 def make_tokenizer(config: DataConfig, train: Documents, folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in `folder`; where there is none yet, it is made and saved there first.
+    """Return the tokenizer in `folder`, after creating and saving it there if it does not exist yet.
 
-    Several processes may call this at once: all get the one that was saved first, and the same bits anyway.
+    Several processes may call this at the same time. They all get the one that was saved first; all would be identical.
 
     Raises:
-        LabError: the tokenizer cannot be had or has no end-of-text token; `folder` holds one made otherwise.
+        LabError: the tokenizer cannot be loaded or has no end-of-text token, or `folder` has one with other options.
     """
     origin = _origin(config)
     if not (folder / ORIGIN).exists():
@@ -62,14 +62,14 @@ def make_tokenizer(config: DataConfig, train: Documents, folder: Path) -> PreTra
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """A tokenizer by folder or by name on the hub, with an end-of-text token.
+    """Load a tokenizer from a folder or by its name on the hub.
 
     Raises:
-        LabError: there is none, it cannot be read, or it does not part documents.
+        LabError: the tokenizer does not exist, cannot be read, or has no end-of-text token to separate documents.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # the hub, HTTP and the formats raise what they like
+    except Exception as error:  # the hub, HTTP and the formats raise exceptions of many types
         raise LabError(f"tokenizer: cannot load {str(name)!r}, as a folder or from the hub: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise LabError(
@@ -85,9 +85,10 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
 
 def train_bpe(text: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE as GPT-2's: any text comes back as it was; `END_OF_TEXT` is token 0 and bos, eos and pad.
+    """Train a byte-level BPE like that of GPT-2, which can encode any text without loss.
 
-    The same text gives the same tokenizer, with any number of threads. A small text may fill less than `vocab_size`.
+    `END_OF_TEXT` is token 0 and serves as bos, eos and pad. The same text gives the same tokenizer with any number of
+    threads. A small text may yield fewer than `vocab_size` tokens.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -103,11 +104,11 @@ def train_bpe(text: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """`save_pretrained`, with an OSError where a file cannot be written."""
+    """Call `save_pretrained`, and raise an OSError if a file cannot be written."""
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        if type(error) is not Exception:  # as the tokenizers library raises whatever the system says
+        if type(error) is not Exception:  # the tokenizers library raises a plain Exception for system errors
             raise
         raise OSError(str(error)) from error
 
@@ -123,7 +124,7 @@ def _with_end_of_text(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _trained(documents: Documents, vocab_size: int) -> PreTrainedTokenizerFast:
-    """`train_bpe`, once for all runs on these documents: of 30 MB it takes 15 seconds."""
+    """Call `train_bpe` once for all runs on these documents, because it takes 15 seconds for 30 MB."""
     if not isinstance(documents, datasets.Dataset):
         return train_bpe(texts(documents), vocab_size)
     key = fingerprint("bpe", documents._fingerprint, tokenizers.__version__, vocab_size)
@@ -162,7 +163,7 @@ def _origin(config: DataConfig) -> dict[str, Any]:
 
 
 def _save(tokenizer: PreTrainedTokenizerFast, origin: dict[str, Any], folder: Path) -> None:
-    """All or nothing: written elsewhere, then renamed; where another process was first, its one stays."""
+    """Save atomically: write to a temporary folder, then rename it, unless another process has saved one first."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
@@ -195,7 +196,7 @@ def _first(text: Iterator[str], characters: int) -> Iterator[str]:
 
 
 def _words(text: Iterator[str]) -> Iterator[list[str]]:
-    """Documents in the pieces that a BPE learns from; the first word that is cut is said."""
+    """Yield each document as the pieces that a BPE is trained on; print a message for the first word that is cut."""
     said = False
     for document in text:
         pieces: list[str] = []
@@ -209,7 +210,7 @@ def _words(text: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _interruptibly(work: Callable[[], Any]) -> None:
-    """Do `work` in a thread, so that the main thread hears Ctrl-C, for which `work` does not look."""
+    """Run `work` in a thread, so that the main thread can handle Ctrl-C, which `work` does not check for."""
     problems: list[BaseException] = []
     ended = threading.Event()
 
@@ -221,7 +222,7 @@ def _interruptibly(work: Callable[[], Any]) -> None:
         finally:
             ended.set()
 
-    threading.Thread(target=run, daemon=True).start()  # daemon: a process that is told to end need not wait for it
+    threading.Thread(target=run, daemon=True).start()  # daemon: a process that exits does not wait for it
     ended.wait()
     if problems:
         raise problems[0]

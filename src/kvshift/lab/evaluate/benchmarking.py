@@ -9,7 +9,7 @@ import numpy as np
 
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.core.messages import say, say_nothing
+from kvshift.lab.core.messages import quiet, say
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, select
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.items import HUB, Questions, find_data, read_questions
@@ -37,7 +37,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     data = find_data(config.data)
     models = [config.model, *config.against]
     for model in models:  # report a missing model before hours of work
-        locate(model, say_nothing)
+        locate(model, quiet)
     questions = {source: read_questions(source, data) for source in {BENCHMARKS[name].source for name in names}}
     with kept_in(config.output) as kept:
         found, sources = zip(*(_ask(model, names, questions, config, kept) for model in models), strict=True)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from kvshift.lab.core.errors import LabError, install_command
-from kvshift.lab.core.messages import say_nothing
+from kvshift.lab.core.messages import quiet
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, LONGEST_SOLUTION, make_task, prompts
 from kvshift.lab.evaluate.items import Questions
 from kvshift.lab.evaluate.kept_answers import KeptAnswers, key_of
@@ -73,7 +73,7 @@ class CachedModel:
         kept: KeptAnswers | None = None,
         *,
         source: str = "",
-        say: Callable[[str], object] = say_nothing,
+        say: Callable[[str], object] = quiet,
     ) -> None:
         """Wrap `model` without running it.
 

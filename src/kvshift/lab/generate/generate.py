@@ -110,7 +110,11 @@ def continue_batch(
     ends = _ids_of(model.generation_config.eos_token_id, tokenizer.eos_token_id)
     seed = seed_for(f"generate from {first}", config.seed)
     written = continue_rows(
-        model, [torch.tensor(row) for row in prompts], _how(config, pad=pad, ends=ends), seed=seed, **kwargs
+        model,
+        [torch.tensor(row) for row in prompts],
+        _generation_config(config, pad=pad, ends=ends),
+        seed=seed,
+        **kwargs,
     )
     rows = [
         _continuation(tokenizer, prompts[number // config.samples], row.tolist(), ends)
@@ -119,7 +123,7 @@ def continue_batch(
     return [rows[start : start + config.samples] for start in range(0, len(rows), config.samples)]
 
 
-def _how(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConfig:
+def _generation_config(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConfig:
     """Convert the options to a GenerationConfig that sets everything, so that no default of the model applies."""
     drawn: dict[str, Any] = {"do_sample": config.temperature > 0}
     if drawn["do_sample"]:

@@ -53,9 +53,9 @@ class Processes:
 
     def any(self, holds: bool) -> bool:
         """Return True if `holds` is True in at least one process."""
-        return self.most(int(holds)) > 0
+        return self.all_reduce_max(int(holds)) > 0
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """Return the maximum of `number` over all processes."""
         if self.count == 1:
             return number

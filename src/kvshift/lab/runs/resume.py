@@ -46,7 +46,7 @@ def check_folder(folder: RunFolder, options: dict[str, Any], extend: bool | None
         extend: whether a run with fewer steps may be extended even if its learning rates would have been different.
             None: the number of steps must be the same.
     """
-    refuse_foreign(folder)
+    require_run_folder(folder)
     folder.clean()
     old = folder.read(folder.config)
     if old is None:  # an earlier process may have stopped before the run began
@@ -76,7 +76,7 @@ def other_options(old: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
     return differences(known, given)
 
 
-def refuse_foreign(folder: RunFolder) -> None:
+def require_run_folder(folder: RunFolder) -> None:
     """Raise a LabError unless the folder is new, empty, or that of a run. Write nothing.
 
     Hidden files are ignored, as are a tokenizer and environment.json, which a run writes before its config.json.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from kvshift.lab.analysis.learning import Reach, ReachComparison
+from kvshift.lab.analysis.learning import StepsComparison, StepsToLevel
 from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
 
 Direction = Literal["holds", "fails", "not shown", "not testable here"]
@@ -28,7 +28,7 @@ class Claim:
         ours: measured numbers, with their interval over seeds.
         direction: "holds" or "fails" if the measured numbers decide the claim, "not shown" if they do not, and "not
             testable here" if no outcome of such a small experiment could.
-        size: size of the measured effect beside the paper's, or the reason why the two cannot be compared.
+        note: size of the measured effect beside the paper's, or the reason why the two cannot be compared.
         own: whether this is a question of this project, not a claim of the paper.
         by: how the direction was found if not by runs: "arithmetic".
     """
@@ -37,7 +37,7 @@ class Claim:
     paper: str
     ours: str
     direction: Direction
-    size: str
+    note: str
     own: bool = False
     by: str = ""
 
@@ -53,7 +53,7 @@ def lower_loss(
     *,
     names: tuple[str, str] = ("KV-shift", "vanilla"),
     paper: str = "",
-    size: str = "",
+    note: str = "",
 ) -> Claim:
     """Return the claim that our losses are lower than theirs, paired by seed.
 
@@ -62,14 +62,14 @@ def lower_loss(
         ours, theirs: losses in nats per token; if only differences are known, the differences and zeros.
         names: names of both models.
         paper: number or words of the paper; if empty, the paper does not ask the question.
-        size: as in `Claim`; if empty, the means of both.
+        note: as in `Claim`; if empty, the means of both.
     """
     return Claim(
         statement=statement,
         paper=paper or "not asked",
         ours=verdict(_differences(ours, theirs), names=names).text,
         direction=lower(ours, theirs),
-        size=size or f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
+        note=note or f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
         own=not paper,
     )
 
@@ -86,7 +86,7 @@ def not_testable(claim: Claim, why: str) -> Claim:
         claim: claim of a small experiment.
         why: what the experiment lacks.
     """
-    return replace(claim, direction="not testable here", size=f"{why}; {claim.size}")
+    return replace(claim, direction="not testable here", note=f"{why}; {claim.note}")
 
 
 def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
@@ -132,7 +132,7 @@ def sign_test(right: int, wrong: int) -> Direction:
     return "holds" if right > wrong else "fails"
 
 
-def sooner(found: ReachComparison) -> Direction:
+def sooner(found: StepsComparison) -> Direction:
     """Decide whether ours reached the level sooner, by the interval of the ratio of steps.
 
     If a run has not reached the level there is no interval; the sign test over seeds whose order is known then decides.
@@ -142,7 +142,7 @@ def sooner(found: ReachComparison) -> Direction:
     return _OF_OUTCOME.get(found.outcome, "not shown")
 
 
-def at_most(found: ReachComparison, ratio: float) -> Direction:
+def at_most(found: StepsComparison, ratio: float) -> Direction:
     """Decide whether the ratio of steps is at most `ratio`, by its interval, or else by a sign test of the bounds."""
     if found.high is not None and found.low is not None:
         return "holds" if found.high <= ratio else "fails" if found.low > ratio else "not shown"
@@ -153,7 +153,7 @@ def at_most(found: ReachComparison, ratio: float) -> Direction:
     return "not shown"
 
 
-def reached(found: Reach, within: float) -> Direction:
+def reached(found: StepsToLevel, within: float) -> Direction:
     """Decide whether a model reaches its level within so many steps, by the interval of the mean number of steps.
 
     If a seed has not reached the level, or there is no interval for another reason, the sign test decides.

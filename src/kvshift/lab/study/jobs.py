@@ -259,7 +259,7 @@ class StudyJob(TextJob):
         }
 
 
-def on_text_at_hand(jobs: Sequence[Job]) -> list[Job]:
+def with_available_text(jobs: Sequence[Job]) -> list[Job]:
     """Return the jobs; if the environment variable `SHARED` is not set, the bundled corpus replaces text in files."""
     if os.environ.get(SHARED):
         return [*jobs]

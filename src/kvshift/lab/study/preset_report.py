@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvshift.lab.analysis.learning import reach_of
+from kvshift.lab.analysis.learning import steps_to_level
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.recipe import Recipe, Record, Score, curves_by_label, diverged, reported
@@ -42,7 +42,7 @@ def section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequ
     for asked, title in ((of_paper, None), (own, "Questions of ours:" if of_paper else None)):
         if asked:
             rows = [("claim", "paper", "ours", "size", "verdict")]
-            rows += [(c.statement, c.paper, c.ours, c.size, verdict_text(c, rates_of(records))) for c in asked]
+            rows += [(c.statement, c.paper, c.ours, c.note, verdict_text(c, rates_of(records))) for c in asked]
             parts += [title] if title else []
             parts.append(as_markdown(rows, left=None))
     if preset == "smoke":
@@ -67,7 +67,7 @@ def _learning(records: Sequence[Record], name: str) -> str:
     """Return a table of the steps of each model to 90 % and 99 %, with intervals over seeds."""
     rows = [("model", *(f"steps to {100 * level:g} %" for level in LEVELS))]
     for label, curves in curves_by_label(records, name).items():
-        rows.append((label, *(reach_of(curves, level).text for level in LEVELS)))
+        rows.append((label, *(steps_to_level(curves, level).text for level in LEVELS)))
     return as_markdown(rows, left=None)
 
 
@@ -105,7 +105,7 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
     ends = [f"{variant} ({best[variant]:.2g})" for variant in variants if best[variant] in (rates[0], rates[-1])]
     beyond = f"\n\nAt an end of the grid, so that a better one may lie beyond: {'; '.join(ends)}." if ends else ""
     return (
-        f"Each variant has the learning rate of one grid that served it best, by {score.says}, in runs "
+        f"Each variant has the learning rate of one grid that served it best, by {score.description}, in runs "
         f"of their own ({steps} steps, seeds {seeds}), which nothing else here is made of. The last validation loss of "
         f"each:\n\n"
         f"{as_markdown(rows)}{beyond}"

@@ -85,7 +85,7 @@ class Score:
     """
 
     numbers: Callable[[Record], tuple[float, ...]]
-    says: str
+    description: str
 
     def __call__(self, record: Record) -> tuple[float, ...]:
         return self.numbers(record)

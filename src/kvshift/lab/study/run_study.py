@@ -17,7 +17,7 @@ from kvshift.lab.data.config import SHARED
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.run import is_finished
 from kvshift.lab.study.entry import Cluster
-from kvshift.lab.study.jobs import on_text_at_hand
+from kvshift.lab.study.jobs import with_available_text
 from kvshift.lab.study.recipe import Job, Recipe, Record
 from kvshift.lab.study.records import KeptRecords, record_of, write_records
 from kvshift.lab.study.sweep import sweep
@@ -54,10 +54,10 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], places: Places)
     """
     size = recipe.presets[preset]
     asked = recipe.jobs(preset, seeds)
-    jobs = on_text_at_hand(asked)
+    jobs = with_available_text(asked)
     tuning = []
     if size.grid is not None:
-        tuning = tuning_jobs(on_text_at_hand(recipe.jobs(preset, size.grid.seeds)), size.grid)
+        tuning = tuning_jobs(with_available_text(recipe.jobs(preset, size.grid.seeds)), size.grid)
     if places.store is not None:
         places.store.refuse_to_forget([*tuning, *jobs])
     say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")

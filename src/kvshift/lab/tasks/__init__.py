@@ -1,6 +1,6 @@
-"""Synthetic tasks: streams of sequences whose targets can be worked out, for what attention can and cannot do."""
+"""Tasks with exactly computed targets, which show what a kind of attention can and cannot do."""
 
-# ruff: noqa: F401  # what docs/tasks.md and the recipes import
+# ruff: noqa: F401  # docs/tasks.md and the recipes import these names
 from kvshift.lab.tasks.batch import Batch, Task, concatenate, count_correct
 from kvshift.lab.tasks.cfg import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask
 from kvshift.lab.tasks.hop import HopConfig, HopTask

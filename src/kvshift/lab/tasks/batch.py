@@ -1,9 +1,9 @@
-"""What all tasks share: the batch, the interface of a task, and accuracy by slice.
+"""The batch and the interface that all tasks share, and accuracy by slice.
 
-Labels stand where Hugging Face wants them: labels[t] is what the model is to say after it has read input_ids[:t], so
-the output at t - 1 is compared with labels[t]. `model(input_ids=..., labels=...).loss` of any causal language model
-in transformers is therefore the loss of the task. Column 0 follows nothing and is always -100; a task that scores the
-output at its last token ends in a column that only holds the label.
+Labels are where transformers expects them: labels[t] is the target of the prediction from input_ids[:t], so the output
+at t - 1 is compared with labels[t]. For any causal language model in transformers,
+`model(input_ids=..., labels=...).loss` is therefore the loss of the task. Column 0 has no preceding token, and its
+label is always -100. A task that scores the output at its last token has one more column, only for the label.
 
     input_ids    7  4  9  7  4      the output at column 3, after 7 4 9 7, is compared with labels[4] = 4
     labels       -  -  -  -  4      - is -100: not trained on
@@ -21,18 +21,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-IGNORED = -100  # what cross_entropy leaves out by default, and what transformers pads labels with
+IGNORED = -100  # the default ignore_index of cross_entropy, with which transformers also pads labels
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences of a task, on the CPU. Every field is (B, T) int64.
+    """A batch of sequences, on the CPU. Every field is (B, T) int64.
 
     Attributes:
         input_ids: tokens.
-        labels: the token that the output at the column before is trained on; -100 for none.
-        slices: index into the task's `slice_names` of the metric that a label counts in; -1 for none. Where it is
-            not -1 there is a label.
+        labels: target of the output at the previous column; -100 for none.
+        slices: index into the task's `slice_names` of the metric in which a label counts; -1 for none. Every position
+            with an index has a label.
     """
 
     input_ids: Tensor
@@ -41,52 +41,53 @@ class Batch:
 
 
 class Task(Protocol):
-    """A law of sequences, from which batches are drawn."""
+    """A distribution of sequences, from which batches are drawn."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are 0 ... vocab_size - 1."""
+        """Vocabulary size V; ids are 0 ... vocab_size - 1."""
         ...
 
     @property
     def length(self) -> int:
-        """T, columns of `input_ids`."""
+        """Sequence length T, the number of columns of `input_ids`."""
         ...
 
     @property
     def slice_names(self) -> tuple[str, ...]:
-        """Names of the S groups of labels that accuracy is reported of."""
+        """Names of the S groups of labels for which accuracy is reported."""
         ...
 
     @property
     def chance(self) -> Mapping[str, float]:
-        """Expected accuracy, for slices that have one, of the guesser that the task's docstring names."""
+        """Chance level by slice: the expected accuracy of the guesser that the task's docstring describes. Slices
+        without such a level are omitted."""
         ...
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` sequences of a generator (on the CPU): the same generator state gives the same bits."""
+        """Draw the next `batch_size` sequences. The same state of the (CPU) generator gives identical sequences."""
         ...
 
 
 def concatenate(
     batches: Sequence[Batch], fields: Sequence[str] = ("input_ids", "labels", "slices")
 ) -> dict[str, Tensor]:
-    """Batches to one dict of the named fields: a `data_collator` where an item is a whole batch."""
+    """Concatenate batches into one dict of the named fields: a `data_collator` for datasets of whole batches."""
     return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in fields}
 
 
 def count_correct(predicted: Tensor, labels: Tensor, slices: Tensor, slice_count: int) -> tuple[Tensor, Tensor]:
-    """Right answers and all answers of each slice; accuracy is one over the other, also when summed over batches.
+    """Count the correct and all answers of each slice. Their ratio is the accuracy, also after sums over batches.
 
         right[s] = #{(b, t) : slices[b, t] = s and predicted[b, t - 1] = labels[b, t]}
 
     Args:
         predicted: (B, T), argmax of the logits at each input.
-        labels, slices: (B, T), of the batch.
+        labels, slices: (B, T), fields of the batch.
         slice_count: S, the length of `slice_names`.
 
     Returns:
-        Two (S,) int64.
+        Two (S,) int64 tensors: the correct answers and all answers.
     """
     if not predicted.shape == labels.shape == slices.shape:
         raise ValueError(

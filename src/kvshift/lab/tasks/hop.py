@@ -1,14 +1,14 @@
-"""k-hop induction: go k times from a letter to what followed its latest earlier occurrence.
+"""k-hop induction: from a letter, go k times to the letter that followed its latest earlier occurrence.
 
 Source: Sanford, Hsu and Telgarsky, "Transformers, parallel computation, and logarithmic depth" (2024); the paper's
-Figure 8. A sequence with 10 letters and k = 2 of at most 3 (ids in the code: see HopTask):
+Figure 8. A sequence with 10 letters and k = 2 of at most 3 (HopTask gives the numeric ids):
 
     input_ids    2  b  c  b  c  a  b  d  b  d  a  _
     labels       -  _  ~  ~  ~  c  ~  b  ~  ~  d  c
     slices       .  .  u  u  u  2  u  2  u  u  2  2      2 hops_2, u undefined
 
-From w_4 = c, one hop leads to w_3 = b, which followed the c before; from there, one more to w_2 = c, which followed
-the b before. Its label stands one column later, for that is where transformers looks for it.
+From w_4 = c, the first hop leads to w_3 = b, which followed the previous c. The second hop leads to w_2 = c, which
+followed the previous b. The label is one column later than w_4, where transformers expects it.
 
 Shapes: B sequences, T positions in a sequence, N letters in a sequence.
 """
@@ -28,14 +28,14 @@ from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
 @dataclass(frozen=True, kw_only=True)
 class HopConfig:
-    """Sequences of hop-k; the defaults are those of Sanford et al."""
+    """Options of k-hop induction; the defaults are those of Sanford et al."""
 
     letters: int = 98
-    """Letters in a sequence, N; a sequence has letters + 2 tokens."""
+    """Number of letters in a sequence, N; a sequence has letters + 2 tokens."""
     alphabet: int = 4
-    """Different letters."""
+    """Number of different letters."""
     max_hops: int = 16
-    """Largest k; it fixes the ids, so it stays the same where `hops` varies."""
+    """Largest k. It determines the ids; keep it fixed to compare tasks that differ only in `hops`."""
     hops: int | None = None
     """k of every sequence; None: uniform in 0 ... max_hops."""
 
@@ -46,25 +46,27 @@ class HopConfig:
 
 
 class HopTask:
-    """Letters w_1 ... w_N, w_1 uniform, w_{i+1} uniform over the letters other than w_i; k hops from every letter.
+    """Take k hops from every letter w_1 ... w_N; w_1 is uniform, w_{i+1} is uniform over the letters other than w_i.
 
         hop_0(i) = i
-        hop_{r+1}(i) = 1 + max{ j < q : w_j = w_q },  q = hop_r(i);  undefined where there is no such j, or no q
-        target(i) = w at hop_k(i),  or ~ where that is undefined
+        hop_{r+1}(i) = 1 + max{ j < q : w_j = w_q },  q = hop_r(i);  undefined if there is no such j, or no q
+        target(i) = w at hop_k(i),  or ~ if that is undefined
 
-    Ids: k is k (0 ... max_hops); then the letters; then ~; then _. With the defaults 23 ids: a b c d = 17 ... 20,
-    ~ = 21, _ = 22. Sequence and labels, where column t + 1 holds the label of the output at t:
+    Ids: 0 ... max_hops for k, then the letters, then ~, then _. The defaults give 23 ids: a b c d = 17 ... 20, ~ = 21,
+    _ = 22. In the sequence and its labels, column t + 1 contains the label of the output at t:
 
         input_ids    k  w_1  ...         w_N        _
         labels       -   _   target(1)  ...   target(N)
 
-    The last input gives the last label a column; in Sanford et al., inputs are the first N + 1 and outputs the last.
+    The last input only provides a column for the last label. In Sanford et al., the inputs are the first N + 1 columns
+    and the outputs are the last N + 1.
 
-    Slices: "hops_k" are the defined targets of the sequences with that k, the published metric (there as an error, one
-    minus accuracy); "undefined" are those that are ~. The label _ is trained on and counts in neither.
+    Slices: "hops_k" contains the defined targets of the sequences with that k, which is the published metric (reported
+    there as the error, one minus accuracy); "undefined" contains the targets ~. The label _ is trained on but is in
+    neither slice.
 
-    Chance, for hops_k: the guesser names any letter, 1 / alphabet. (For k = 1 the letter is never w_i itself, and one
-    who knows w_i has 1 / (alphabet - 1).)
+    Chance, for hops_k: the guesser names a random letter and has accuracy 1 / alphabet. (For k = 1 the target is never
+    w_i itself, and a guesser that knows w_i has 1 / (alphabet - 1).)
     """
 
     def __init__(self, config: HopConfig) -> None:
@@ -79,7 +81,7 @@ class HopTask:
         self.chance = dict.fromkeys(by_hops, 1 / config.alphabet)
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` sequences; see `Task.batch`."""
+        """Draw the next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         config = self.config
         if config.hops is None:
@@ -103,7 +105,7 @@ class HopTask:
 
 
 def _hop(letters_BN: Tensor, hops_B1: Tensor, alphabet: int) -> Tensor:
-    """hop_k(i) for i = 1 ... N, counted from 1 as in the formula; 0 is undefined, and stays so."""
+    """Return hop_k(i) for i = 1 ... N, counted from 1 as in the formula; 0 means undefined and stays so."""
     count = letters_BN.shape[1]
     index_N = torch.arange(1, count + 1)
     before_BN = torch.zeros_like(letters_BN)  # max{ j < i : w_j = w_i }, or 0

@@ -1,8 +1,8 @@
-"""Induction: a token that was seen before comes again, and what followed it then is to follow again.
+"""Induction: when a token occurs again, so does the token that followed it before.
 
 Source: the paper's Appendix K (a script), Section 3 and Figures 1a and 1b. Its sequences have 512 tokens out of 7,989.
 
-A sequence of 16 with a pool of 9, in the modes script, latest and raw from the same draws:
+A sequence of 16 tokens with a pool of 9, in the modes script, latest and raw, from the same draws:
 
     script       37 40 58 39 69 40 58 40 58 48 39 69 16 39 69 48
     labels        - 40 58 39 69 40 58 40 58 48 39 69 16 39 69 48      loss "all"
@@ -12,8 +12,9 @@ A sequence of 16 with a pool of 9, in the modes script, latest and raw from the 
     latest       37 40 58 39 69 40 58 40 58 48 39 69 16 48 39 48
     raw          37 40 58 39 69 40 58 40 58 48 39 69 16 48  0 39
 
-The first repeat is the second 40. All before it is distinct, so its target can only be the 58 that followed the first
-40. What comes after 48 was never noted, as the 39 after it was not new: script draws again, raw writes nothing (0).
+The first repeat is the second 40. All tokens before it are distinct, so its target can only be 58, which followed the
+first 40. The successor of 48 was never recorded, because the 39 after it was not new: script draws again, and raw
+appends padding (0).
 
 Shapes: B sequences, T positions in a sequence, P tokens in a sequence's pool.
 """
@@ -37,19 +38,20 @@ _UNKNOWN = -1  # in the map of successors
 
 @dataclass(frozen=True, kw_only=True)
 class InductionConfig:
-    """Sequences of the paper's induction data; the defaults are the paper's sizes."""
+    """Options of the paper's induction data; the defaults are the paper's sizes."""
 
     mode: Literal["script", "latest", "raw", "single"] = "script"
-    """script: the printed script, fixed (see InductionTask). latest: the target always followed the latest earlier
-    occurrence. raw: as printed. single: length - 2 different tokens, one of them again, and its successor."""
+    """script: the paper's script, corrected (see InductionTask). latest: the target is the token after the latest
+    earlier occurrence. raw: the script as printed. single: length - 2 distinct tokens, then one of them again and its
+    successor."""
     length: int = 512
-    """Tokens in a sequence, T."""
+    """Tokens per sequence, T."""
     vocab_size: int = 8000
-    """Ids are below this; the script's max_val."""
+    """Vocabulary size, the script's max_val; ids are below it."""
     lowest_id: int = 11
-    """Smallest id of a token, the script's mid_val + 1. Id 0 pads; the others below are not used."""
+    """Smallest id of a token, the script's mid_val + 1. Id 0 is the padding, and smaller ids are unused."""
     pool: int | None = None
-    """Different tokens that a sequence may draw from, P; None: as many as `length`. Not for mode single."""
+    """Number of different tokens from which a sequence is drawn, P; None: equal to `length`. Not for mode single."""
     loss: Literal["all", "repeats"] = "all"
     """Labels: every token after the first, or only the targets of repeats."""
 
@@ -68,35 +70,35 @@ class InductionConfig:
 
     @property
     def tokens_in_pool(self) -> int:
-        """P: `pool` with its default in place; in mode single, the tokens before the repeat."""
+        """Number of different tokens in a sequence's pool, P: `pool` or its default; length - 2 in mode single."""
         if self.mode == "single":
             return self.length - 2
         return self.length if self.pool is None else self.pool
 
 
 class InductionTask:
-    """Sequences with repeats.
+    """Predict the token after a repeated one.
 
-    The script, for a sequence `a` and a map `succ`: draw x from the sequence's pool until `a` is full.
+    The script draws x from the pool of sequence `a`, with a map of successors `succ`, until `a` is full:
 
         x = last(a)     ignore the draw
         x is new        succ[last(a)] = x; succ[x] = unknown; append x
         x was seen      a repeat: append x, then append succ[x]
         no repeat       start again
 
-    `raw` is that, faults included: succ[x] may be unknown when it is appended (-1 in the paper, here the padding 0,
-    which is no label), and a repeat in the last slot is cut off before its target. In `script`, a draw whose successor
-    is unknown is drawn again, and the last slot gets one more token of the pool, without a target. There, the target is
-    what followed the latest occurrence that a *new* token followed. `latest` sets succ[last(a)] = x at every token
-    instead, and so makes the target the token after the latest earlier occurrence, the paper's own definition of an
-    induction head. In `single`, with N = T - 2 different tokens x_1 ... x_N, the repeat is x_i with i uniform in
-    2 ... N - 2, the law of Theorem 3.4.
+    `raw` is this script, including its faults: succ[x] may be unknown when it is appended (-1 in the paper, here the
+    padding 0, which is no label), and a repeat in the last slot is cut off before its target. In `script`, x is drawn
+    again if its successor is unknown, and the last slot gets another token of the pool, without a target. In both
+    modes, the target is the token after the latest occurrence that was followed by a *new* token. `latest` sets
+    succ[last(a)] = x at every token instead, so that the target is the token after the latest earlier occurrence, which
+    is the paper's definition of an induction head. In `single`, with N = T - 2 distinct tokens x_1 ... x_N, the repeat
+    is x_i with i uniform in 2 ... N - 2, the distribution of Theorem 3.4.
 
-    Slices: "first_repeat", the paper's metric, is the target of the first repeat: everything before is distinct, so
-    one earlier token fits. "later_repeats" are the targets of the others.
+    Slices: "first_repeat", the paper's metric, is the target of the first repeat. All tokens before it are distinct, so
+    the target is unambiguous. "later_repeats" contains the targets of all other repeats.
 
-    Chance, for first_repeat: the guesser knows which tokens have come, not in which order. Any other than the current
-    is then as likely: E[1 / (p - 1)] with p tokens before the repeat.
+    Chance, for first_repeat: the guesser knows which tokens have occurred, but not their order. All tokens other than
+    the current one are then equally likely: E[1 / (p - 1)] with p tokens before the repeat.
     """
 
     slice_names = ("first_repeat", "later_repeats")
@@ -108,13 +110,13 @@ class InductionTask:
         self.chance = {"first_repeat": _chance(config)}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` sequences; see `Task.batch`."""
+        """Draw the next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         config = self.config
         order_BT, target_BT = self._order(batch_size, generator)
         pool_BP = distinct_rows(batch_size, config.tokens_in_pool, config.vocab_size - config.lowest_id, generator)
         known_BT = order_BT != _UNKNOWN
-        # _UNKNOWN indexes the last of the pool, which `where` then takes out
+        # _UNKNOWN indexes the last token of the pool, which `where` then replaces
         ids_BT = np.where(known_BT, np.take_along_axis(pool_BP, order_BT, axis=1) + config.lowest_id, PAD)
         target_BT &= known_BT
         trained_BT = known_BT if config.loss == "all" else target_BT
@@ -125,26 +127,26 @@ class InductionTask:
         return Batch(*(torch.from_numpy(array) for array in (ids_BT, labels_BT, slices_BT)))
 
     def _order(self, rows: int, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Sequences with the tokens named 0, 1, ... in the order they appear, and where the targets of repeats are."""
+        """Draw sequences with tokens numbered in order of appearance, and a mask of the targets of repeats."""
         config = self.config
         if config.mode == "single":
             return _single(rows, config.length, generator)
         order_BT, target_BT = _walk(rows, config, generator)
-        while len(missing := np.flatnonzero(~target_BT.any(axis=1))):  # sequences without a repeat start again
+        while len(missing := np.flatnonzero(~target_BT.any(axis=1))):  # draw sequences without a repeat again
             order_BT[missing], target_BT[missing] = _walk(len(missing), config, generator)
         return order_BT, target_BT
 
 
 def _walk(rows: int, config: InductionConfig, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The script, for all sequences at once: one draw for each in a round.
+    """Run the script for all sequences at once, with one draw per sequence in each round.
 
-    A draw u, uniform in 0 ... P - 1, stands for the token that came u-th in the sequence; where fewer have come, for a
-    new one. The pool's tokens are in random order, so this is the law of drawing from the pool itself.
+    A draw u, uniform in 0 ... P - 1, stands for the distinct token with index u (from 0) in order of appearance, or for
+    a new token if there is none. The pool is in random order, so this is equivalent to drawing from the pool itself.
     """
     length, pool, mode = config.length, config.tokens_in_pool, config.mode
-    # Whatever a round does not keep is written as well and written over later, which costs less than to pick the
-    # sequences that are kept. The columns behind the sequence take what finished sequences write, and a target for
-    # which there is no slot; the first column of succ, that of the unknown token, takes what follows none.
+    # Ignored draws are written, too, and overwritten later, which is cheaper than selecting the sequences that keep
+    # their draw. The columns after the end receive the writes of finished sequences and targets without a slot. The
+    # first column of succ, that of the unknown token, receives successors that must not be recorded.
     width = length + 3
     order = np.zeros(rows * width, np.int32)
     target = np.zeros(rows * width, bool)
@@ -152,7 +154,7 @@ def _walk(rows: int, config: InductionConfig, generator: torch.Generator) -> tup
     row_start = np.arange(rows) * width
     succ_start = np.arange(rows) * (pool + 1) - _UNKNOWN
     end = row_start + length
-    here = row_start.copy()  # where the next token goes
+    here = row_start.copy()  # index of the next token
     last = np.full(rows, _UNKNOWN)
     known = np.zeros(rows, np.int64)
     while (here < end).any():
@@ -178,7 +180,7 @@ def _walk(rows: int, config: InductionConfig, generator: torch.Generator) -> tup
 
 
 def _single(rows: int, length: int, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens 0 ... N - 1, then i and i + 1, with i uniform in 1 ... N - 3 (x_2 ... x_{N-2}, counted from 1)."""
+    """Draw tokens 0 ... N - 1, then i and i + 1, with i uniform in 1 ... N - 3 (x_2 ... x_{N-2}, counted from 1)."""
     tokens = length - 2
     order_BT = np.broadcast_to(np.arange(length), (rows, length)).copy()
     order_BT[:, -2] = torch.randint(1, tokens - 2, (rows,), generator=generator).numpy()
@@ -189,11 +191,12 @@ def _single(rows: int, length: int, generator: torch.Generator) -> tuple[np.ndar
 
 
 def _chance(config: InductionConfig) -> float:
-    """E[1 / (p - 1)]; the first repeat comes after p tokens.
+    """Return E[1 / (p - 1)], where p is the number of tokens before the first repeat.
 
         P(p) ~ (p - 1)/(P - 1) prod_{m=2}^{p-1} (1 - (m - 1)/(P - 1)),  p = 2 ... T - 2
 
-    m tokens of the pool are known, one of them is the last and is not drawn. With T - 1 no target would fit.
+    After m different tokens, m - 1 of the P - 1 possible draws are repeats, since the last token is not drawn again.
+    With p = T - 1, there would be no slot for the target.
     """
     if config.mode == "single":
         return 1 / (config.tokens_in_pool - 1)

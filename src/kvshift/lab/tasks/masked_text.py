@@ -1,12 +1,12 @@
-"""Masked text: the words of real text that were masked, for models that see what follows.
+"""Masked text: predict the masked tokens of real text, for models that also attend to later tokens.
 
     text          The  cat  sat   on  the  mat
-    input_ids     The    #  sat   on   up  mat       # is the mask token; now and then any token stands there instead
-    labels          -    -  cat    -    -  the       one column later, as all tasks have them; - is -100
+    input_ids     The    #  sat   on   up  mat       # is the mask token; "up" is a random token in its place
+    labels          -    -  cat    -    -  the       one column later, as in all tasks; - is -100
     slices          .    .    0    .    .    0
 
-Of the positions but the last, each is chosen with the probability `masked`. Of the chosen, 80 % become the mask token,
-10 % a random one, and 10 % stay; the label is what stood there.
+Each position except the last is chosen with probability `masked`. Of the chosen tokens, 80 % are replaced by the mask
+token and 10 % by a random token, and 10 % remain unchanged; the label is the original token.
 
 Source: Devlin et al., BERT (2019), section 3.1.
 
@@ -33,21 +33,21 @@ from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedTextConfig:
-    """The text, and how much of it is masked."""
+    """Options of masked text; the defaults use the bundled corpus."""
 
     corpus: str = "tinyshakespeare"
-    """A bundled corpus, or a file below the folder that the environment variable KVSHIFT_SHARED_DATA names; where it
-    names none, the bundled corpus."""
+    """A bundled corpus, or a file below the folder that the environment variable KVSHIFT_SHARED_DATA names; if it is
+    not set, tinyshakespeare."""
     validation: str | None = None
-    """A file there that is evaluated on; None: the end of the corpus."""
+    """A file in that folder to evaluate on; None: the end of the corpus."""
     vocab_size: int = 1024
-    """Tokens of the BPE that is trained on the corpus; the mask token is one more."""
+    """Vocabulary size of the BPE that is trained on the corpus, without the mask token."""
     length: int = 128
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     masked: float = 0.15
-    """The part of positions that are chosen."""
+    """Fraction of positions that are chosen, on average."""
     validation_rows: int = 384
-    """Sequences that are evaluated on, the first ones."""
+    """Number of sequences to evaluate on, from the start of the evaluation text."""
 
     def __post_init__(self) -> None:
         check_at_least("masked_text", self, vocab_size=257, length=2, validation_rows=1)
@@ -55,7 +55,9 @@ class MaskedTextConfig:
 
 
 class MaskedTextTask:
-    """Sequences of the training text, drawn at random, with masks drawn anew; evaluation has other text.
+    """Predict masked tokens in random sequences of the training text, with a new mask each time.
+
+    The evaluation text is separate from the training text.
 
     Slices: "masked", all labels.
 
@@ -65,7 +67,7 @@ class MaskedTextTask:
     slice_names = ("masked",)
 
     def __init__(self, config: MaskedTextConfig) -> None:
-        # Here alone is a tokenizer needed, which takes a second to import.
+        # Imported here because no other task needs it and the import takes a second.
         from kvshift.lab.data.text import load_text_data
 
         self.config = config
@@ -85,21 +87,21 @@ class MaskedTextTask:
         self.chance = {"masked": int(self._held_out.flatten().bincount().max()) / self._held_out.numel()}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` sequences; see `Task.batch`."""
+        """Draw the next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         rows = torch.randint(len(self._train), (batch_size,), generator=generator)
         return self._masked(torch.as_tensor(self._train[rows.tolist()]["input_ids"], dtype=torch.long), generator)
 
     def whole_table(self) -> Batch:
-        """The evaluation text, always masked at the same positions."""
+        """Return the evaluation text, always masked at the same positions."""
         return self._masked(self._held_out, generator_for("masked text of evaluation", 0))
 
     def _masked(self, text_BT: Tensor, generator: torch.Generator) -> Batch:
         chosen = torch.rand(text_BT.shape, generator=generator) < self.config.masked
-        chosen[:, -1] = False  # whose label would stand behind the sequence
+        chosen[:, -1] = False  # its label would be after the end of the sequence
         how = torch.rand(text_BT.shape, generator=generator)
         any_token = torch.randint(self._mask_token, text_BT.shape, generator=generator)
         input_ids = torch.where(chosen & (how < 0.9), any_token, text_BT)
         input_ids = input_ids.masked_fill(chosen & (how < 0.8), self._mask_token)
-        labels = text_BT.masked_fill(~chosen, IGNORED).roll(1, dims=1)  # of the last column nothing was chosen
+        labels = text_BT.masked_fill(~chosen, IGNORED).roll(1, dims=1)  # the last column is never chosen
         return Batch(input_ids, labels, (labels != IGNORED).long() - 1)

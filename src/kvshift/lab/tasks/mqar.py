@@ -1,6 +1,6 @@
-"""MQAR, multi-query associative recall: key-value pairs, then each key again; the answer is its value.
+"""MQAR, multi-query associative recall: key-value pairs, then each key again, whose value is the answer.
 
-Source: Arora et al., "Zoology" (2023), Figure 2 and the data of its code; the paper names the task beside induction.
+Source: Arora et al., "Zoology" (2023), Figure 2 and the data in its code; the paper mentions MQAR beside induction.
 A sequence with length 16, pairs 3 and vocab_size 20 (keys 1 ... 9, values 10 ... 19):
 
     input_ids    9 17  1 13  3 11  3  0  9  0  0  0  1  0  0  0
@@ -27,18 +27,19 @@ FILLER = 0
 
 @dataclass(frozen=True, kw_only=True)
 class MQARConfig:
-    """Sequences of MQAR. Figure 2 of Zoology has (length, pairs) = (64, 4), (128, 8) and (256, 16)."""
+    """Options of MQAR. Figure 2 of Zoology uses (length, pairs) = (64, 4), (128, 8) and (256, 16)."""
 
     length: int = 64
-    """Tokens in a sequence, T; even, and at least 4 for each pair."""
+    """Tokens per sequence, T: an even number, at least 4 times `pairs`."""
     pairs: int = 4
-    """Key-value pairs, P; each key is asked for once."""
+    """Number of key-value pairs, P; each key is queried once."""
     vocab_size: int = 8192
-    """Keys are 1 ... vocab_size // 2 - 1, values are vocab_size // 2 ... vocab_size - 1."""
+    """Vocabulary size. Keys are 1 ... vocab_size // 2 - 1, values are vocab_size // 2 ... vocab_size - 1."""
     power: float = 0.01
-    """Slot g = 0, 1, ... is drawn with weight (g + 1)^(power - 1): 1 is uniform, less prefers early slots."""
+    """Exponent of the slot weights: slot g = 0, 1, ... is drawn with weight (g + 1)^(power - 1). 1 is uniform, and
+    smaller values prefer early slots."""
     filler: Literal["zero", "random"] = "zero"
-    """Tokens between queries: id 0 (Figure 2), or any of the vocabulary."""
+    """Tokens between queries: id 0 (as in Figure 2), or random tokens of the vocabulary."""
 
     def __post_init__(self) -> None:
         check_choices("mqar", self)
@@ -51,12 +52,14 @@ class MQARConfig:
 
 
 class MQARTask:
-    """Pairs k_1 v_1 ... k_P v_P at columns 0 ... 2P - 1, then slots of two columns; slot g starts at 2P + 2g.
+    """Recall the values of keys.
 
-    Keys and values are drawn without replacement. Each key is put at the start of a slot, drawn without replacement
-    by the weights; its value is the label of the next column, which holds filler. There are no other labels.
+    Columns 0 ... 2P - 1 contain the pairs k_1 v_1 ... k_P v_P. Slots of two columns follow; slot g starts at 2P + 2g.
+    Keys and values are drawn without replacement. Each key is at the start of a slot, which is drawn without
+    replacement by the weights; its value is the label of the next column, which contains filler. There are no other
+    labels.
 
-    Slice: "queries". Chance: the guesser names one of the values of the sequence, 1 / P.
+    Slice: "queries". Chance: the guesser names one of the values in the sequence, 1 / P.
     """
 
     slice_names = ("queries",)
@@ -68,7 +71,7 @@ class MQARTask:
         self.chance = {"queries": 1 / config.pairs}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` sequences; see `Task.batch`."""
+        """Draw the next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         config = self.config
         half = config.vocab_size // 2
@@ -78,8 +81,8 @@ class MQARTask:
         )
         slots = config.length // 2 - config.pairs
         weight_S = torch.arange(1, slots + 1, dtype=torch.float64) ** (config.power - 1)
-        # Of clocks that ring at rates `weight`, the first is g with probability weight_g / sum(weight), and so on
-        # among those that are left: the P earliest are P draws without replacement, in their order.
+        # The first of several exponential clocks with rates `weight` is g with probability weight_g / sum(weight), and
+        # likewise among the remaining ones. The P earliest are thus P draws without replacement, in the order drawn.
         rings_BS = torch.empty(batch_size, slots, dtype=torch.float64).exponential_(generator=generator) / weight_S
         slots_BP = rings_BS.topk(config.pairs, largest=False, sorted=True).indices
         query_BP = 2 * config.pairs + 2 * slots_BP

@@ -1,7 +1,7 @@
-"""3-gram: a fixed table of pairs, each with the token that follows; to be memorized.
+"""3-gram: memorize a fixed table of pairs of tokens, each with its next token.
 
-Source: the paper's Figure 9. The table is drawn once, so nothing is to be found in the sequence: the task is the
-control where induction should not help. A sequence of three tokens, and a packed one of nine:
+Source: the paper's Figure 9. The table is drawn once, so the answer is not in the sequence. The task is the control
+in which induction should not help. A sequence of three tokens, and a packed one of nine:
 
     input_ids    8  1 18
     labels       -  - 18
@@ -30,17 +30,17 @@ from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
 @dataclass(frozen=True, kw_only=True)
 class NGramConfig:
-    """The table and the sequences drawn from it."""
+    """Options of the table and of the sequences drawn from it."""
 
     vocab_size: int = 32
-    """Tokens 0 ... vocab_size - 1; few, so that neither x1 nor x2 alone tells x3."""
+    """Vocabulary size; it is small, so that neither x1 nor x2 alone determines x3."""
     pairs: int = 200
-    """Pairs drawn for the table; those that come twice count once, so that it has fewer."""
+    """Number of pairs drawn for the table. Duplicates are removed, so the table may have fewer."""
     table_seed: int = 0
-    """Seed of the table, which is no part of the stream: another one is another task."""
+    """Random seed of the table, independent of the seed of the sequences. Another seed is another task."""
     length: int = 3
-    """Tokens in a sequence, a multiple of 3. Beyond 3, sequences are packed with triples, of which one may be repeated:
-    then copying helps beside memory. (The longest below 512 is 510.)"""
+    """Tokens per sequence, a multiple of 3. Longer sequences are packed with several triples, some of which may be
+    repeated, so that copying helps in addition to memory. (The longest below 512 is 510.)"""
 
     def __post_init__(self) -> None:
         check_at_least("ngram", self, vocab_size=2, pairs=1, length=3)
@@ -48,20 +48,20 @@ class NGramConfig:
 
 
 class NGramTask:
-    """Triples x1 x2 x3 with (x1, x2) uniform over the pairs of the table and x3 = table(x1, x2).
+    """Predict x3 in triples x1 x2 x3 with (x1, x2) uniform over the pairs of the table and x3 = table(x1, x2).
 
-    Only x3 has a label. Training and evaluation share the table, for memory is what is measured: `whole_table` is the
-    evaluation set. Packed sequences of the two splits do differ.
+    Only x3 has a label. Training and evaluation share the table, because the task measures memory; `whole_table` is
+    the evaluation set. Packed sequences of the two splits do differ.
 
-    Slices: "new", the labels of pairs that come for the first time in their sequence (all where sequences are not
-    packed); "repeated", the others.
+    Slices: "new" contains the labels of pairs that occur for the first time in their sequence (all labels if sequences
+    are not packed); "repeated" contains the others.
 
-    Chance, for new: the guesser always names the token that is x3 most often. `best_guess` gives what knowing x1 or
-    x2 alone is worth.
+    Chance, for new: the guesser always names the most frequent x3. `best_guess` also gives the accuracy of guessers
+    that know only x1 or only x2.
 
     Attributes:
-        pairs: (N, 2) int64, sorted, each once.
-        targets: (N,) int64.
+        pairs: (N, 2) int64, the sorted, distinct pairs of the table.
+        targets: (N,) int64, x3 of each pair.
     """
 
     slice_names = ("new", "repeated")
@@ -77,16 +77,16 @@ class NGramTask:
         self.chance = {"new": self.best_guess("nothing")}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` sequences; see `Task.batch`."""
+        """Draw the next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         return self._rows(torch.randint(len(self.pairs), (batch_size, self.length // 3), generator=generator))
 
     def whole_table(self) -> Batch:
-        """Each pair of the table once, in sequences of three tokens: (N, 3)."""
+        """Return each pair of the table once, in sequences of three tokens: (N, 3)."""
         return self._rows(torch.arange(len(self.pairs)).unsqueeze(1))
 
     def best_guess(self, known: Literal["nothing", "x1", "x2"]) -> float:
-        """Accuracy over the table of the best constant answer for x3, given one token of the pair or none.
+        """Return the accuracy over the table of the best answer for x3, given one token of the pair or none.
 
         sum_c max_x #{pairs with known token c and target x} / N
         """

@@ -1,4 +1,4 @@
-"""Checks that the options of all tasks need."""
+"""Checks of options that several tasks share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvshift.lab.core.errors import LabError, require
 
 
 def check_choices(task: str, config: Any) -> None:
-    """Raise a LabError where a field declared as a Literal holds another value."""
+    """Raise a LabError if a field declared as a Literal has another value."""
     types = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         if typing.get_origin(types[field.name]) is not typing.Literal:
@@ -21,13 +21,13 @@ def check_choices(task: str, config: Any) -> None:
 
 
 def check_at_least(task: str, config: Any, **smallest: int) -> None:
-    """Raise a LabError where a field is below its smallest value."""
+    """Raise a LabError if a field is below its smallest value."""
     for name, least in smallest.items():
         value = getattr(config, name)
         require(value >= least, f"{task}.{name}", value, f"{least} or more")
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raise a ValueError for a batch without sequences."""
+    """Raise a ValueError if the batch size is below 1."""
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")

@@ -1,7 +1,7 @@
-"""Tasks whose answer is a whole text: what is asked, and who judges what a model writes.
+"""Tasks that are evaluated on generated text: questions, and a judge of the answers.
 
-Accuracy of single tokens cannot say whether a solution is right or a sentence belongs to a grammar. Such a task is
-trained on sequences like any other, and asked questions at the end of training.
+The accuracy of single tokens cannot show whether a solution is right or a sentence belongs to a grammar. Such a task is
+trained on sequences like any other task; its questions are used at the end of training.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvshift.lab.tasks.batch import Task
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """One prompt, and what its judge must know.
+    """A prompt and the information needed to judge its answer.
 
     Attributes:
-        prompt: (P,) int64, P >= 1, what the model continues.
-        truth: what `judge` compares with; the model does not see it.
+        prompt: (P,) int64, P >= 1, the tokens that the model continues.
+        truth: reference for `judge`, which the model does not see.
     """
 
     prompt: Tensor
@@ -31,32 +31,32 @@ class Question:
 
 @runtime_checkable
 class QuestionTask(Task, Protocol):
-    """A task that also asks for whole texts."""
+    """A task that is also evaluated on generated text."""
 
     @property
     def end_token(self) -> int:
-        """The model has answered once it writes this."""
+        """The token that ends an answer."""
         ...
 
     @property
     def max_new_tokens(self) -> int:
-        """An answer without `end_token` is cut off here, and judged as it stands."""
+        """Maximum number of tokens in an answer. A longer one is cut off and judged as it is."""
         ...
 
     @property
     def temperature(self) -> float:
-        """Of the answers: logits are divided by it; 0: always the likeliest token."""
+        """Sampling temperature of the answers: logits are divided by it; 0 means greedy decoding."""
         ...
 
     def questions(self, generator: torch.Generator, count: int) -> list[Question]:
-        """The next `count` questions of a generator, none of which can occur in training."""
+        """Draw the next `count` questions, none of which can occur in training."""
         ...
 
     def judge(self, question: Question, answer: Tensor) -> Mapping[str, bool]:
-        """Whether what the model wrote is right, by the name of each measure that the question counts in.
+        """Return whether an answer is right, by the name of each measure in which the question counts.
 
         Args:
-            question: of this task.
-            answer: (N,) int64, the tokens after the prompt, without `end_token` and what follows it.
+            question: a question of this task.
+            answer: (N,) int64, the tokens after the prompt, up to but excluding `end_token`.
         """
         ...

@@ -1,4 +1,4 @@
-"""All tasks by name: from a config to its task. A new task is one module and one entry in `TASKS`."""
+"""Registry of all tasks by name. To add a task, write a module and add an entry to `TASKS`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 
 
 class TaskConfig(Protocol):
-    """The options of a task: a frozen dataclass whose fields JSON can hold, and which refuses what cannot be."""
+    """The options of a task: a frozen dataclass with JSON-serializable fields that rejects invalid values."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -34,25 +34,25 @@ TASKS: dict[str, tuple[type[TaskConfig], Callable[[Any], Task]]] = {
 
 @runtime_checkable
 class WholeTask(Task, Protocol):
-    """A task with an end: all it can ask fits into one batch, which is its evaluation set."""
+    """A task with a finite evaluation set, which fits into one batch."""
 
     def whole_table(self) -> Batch:
-        """Each of its sequences once."""
+        """Return the evaluation set, each sequence once."""
         ...
 
 
 def make_task(config: TaskConfig) -> Task:
-    """The task that `config` describes."""
+    """Return the task that `config` describes."""
     return TASKS[task_name(config)][1](config)
 
 
 def config_class(name: str) -> type[TaskConfig]:
-    """The inverse of `task_name`."""
+    """Return the config class of the task called `name`, the inverse of `task_name`."""
     return TASKS[name][0]
 
 
 def task_name(config: TaskConfig) -> str:
-    """What files and messages call the task of `config`."""
+    """Return the name of the task of `config` in files and messages."""
     for name, (kind, _) in TASKS.items():
         if type(config) is kind:
             return name

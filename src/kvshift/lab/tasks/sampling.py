@@ -1,4 +1,4 @@
-"""Sequences of distinct numbers, faster than a permutation of them all.
+"""Draw sequences of distinct numbers, faster than by permuting all numbers.
 
 Shapes: B sequences, M draws, N numbers to choose from.
 """
@@ -10,18 +10,18 @@ import math
 import numpy as np
 import torch
 
-_CELLS = 2**20  # of the table of last draws, at most: 4 MiB stay in the cache of a core
+_CELLS = 2**20  # maximum size of the table of last draws: its 4 MiB stay in the cache of a core
 
 
 def distinct_rows(rows: int, count: int, population: int, generator: torch.Generator) -> np.ndarray:
-    """`count` different numbers out of 0 ... population - 1 in each sequence, in random order.
+    """Draw `count` distinct numbers out of 0 ... population - 1 for each sequence, in random order.
 
-    Numbers are drawn with replacement; of equal ones the last is kept, and of what is left the first `count`. No step
-    looks at which numbers they are, so every ordered choice is as likely as any other. (To sort 7,989 random keys for
-    each sequence takes eighty times as long as to choose 512 so.)
+    Numbers are drawn with replacement. The last of equal draws is kept, and then the first `count` of the kept ones. No
+    step depends on the values of the numbers, so all ordered choices are equally likely. (Sorting 7,989 random keys for
+    each sequence takes eighty times as long as choosing 512 this way.)
 
     Returns:
-        (rows, count) int64.
+        (rows, count) int64 array.
     """
     if not 1 <= count <= population:
         raise ValueError(f"count must lie between 1 and population = {population}, got {count}")
@@ -31,7 +31,8 @@ def distinct_rows(rows: int, count: int, population: int, generator: torch.Gener
     for start in range(0, rows, step):
         missing = np.arange(start, min(start + step, rows))
         while len(missing):
-            # A sequence that falls short is drawn again as a whole. How many numbers differed tells nothing of which.
+            # A sequence with too few distinct numbers is drawn again as a whole. This causes no bias, because the
+            # count of distinct numbers is independent of their values.
             found, enough = _first_distinct(len(missing), draws, count, population, generator)
             chosen[missing[enough]] = found
             missing = missing[~enough]
@@ -41,12 +42,12 @@ def distinct_rows(rows: int, count: int, population: int, generator: torch.Gener
 def _first_distinct(
     rows: int, draws: int, count: int, population: int, generator: torch.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`count` different numbers of each sequence that has as many among its draws, and which sequences these are."""
+    """Return `count` distinct numbers for each sequence that draws as many, and the mask of these sequences."""
     numbers_BM = torch.randint(population, (rows, draws), generator=generator).numpy()
     cell_BM = numbers_BM + np.arange(rows)[:, None] * population
     draw_BM = np.broadcast_to(np.arange(draws, dtype=np.int32), cell_BM.shape)
-    # Of several writes to one cell the last stays (numpy promises it). Cells that were not drawn hold whatever was in
-    # memory and are not read.
+    # The last of several writes to a cell persists, as numpy guarantees. Cells that were not drawn are uninitialized
+    # and are not read.
     last_draw = np.empty(rows * population, np.int32)
     last_draw[cell_BM] = draw_BM
     distinct_BM = last_draw[cell_BM] == draw_BM
@@ -57,7 +58,8 @@ def _first_distinct(
 
 
 def _draws(count: int, population: int) -> int:
-    """Draws that nearly always bring `count` different numbers: mean of the coupon collector and six deviations."""
+    """Return a number of draws that nearly always gives `count` distinct numbers: the mean of the coupon collector's
+    problem plus six standard deviations."""
     waits = [(population / (population - known), known) for known in range(count)]
     mean = sum(wait for wait, _ in waits)
     variance = sum(wait * wait * known / population for wait, known in waits)

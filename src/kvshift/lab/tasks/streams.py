@@ -1,4 +1,4 @@
-"""Batches by number: the same task, split, seed and number give the same bits in any order, process or worker."""
+"""Batches by number: task, split, seed and number determine a batch exactly, in any order, process or worker."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvshift.lab.tasks.batch import Batch, Task
 
 Split = Literal["training", "evaluation"]
 
-_SEEDS = 2**31  # of each split: torch's generator on a CPU takes 32 bits, and the highest of them is the split
+_SEEDS = 2**31  # seeds per split: torch's CPU generator uses 32 bits of the seed, and the highest one is the split
 
 
 def generator_of(split: Split, seed: int, number: int) -> torch.Generator:
-    """The generator of one batch.
+    """Return the generator of one batch.
 
         seed of the generator = [split == evaluation] 2^31 + (seed_for("batches", seed) + number) mod 2^31
 
-    So no training batch shares its generator with any evaluation batch, whatever the seeds, and none with another
-    batch of its stream.
+    Thus a training batch never shares its seed with an evaluation batch, for any seeds of the streams, and no two
+    batches of a stream share a seed.
     """
     if split not in get_args(Split):
         raise ValueError(f"split must be training or evaluation, got {split!r}")
@@ -34,13 +34,14 @@ def generator_of(split: Split, seed: int, number: int) -> torch.Generator:
 
 
 def evaluation_batches(task: Task, rows: int, batch_size: int, *, seed: int, first: int = 0) -> list[Batch]:
-    """Evaluation sequences, the same ones at each call; the last batch may be smaller than the others.
+    """Return batches of evaluation sequences, the same at each call; the last batch may be smaller than the others.
 
     Args:
-        task: whose sequences they are.
-        rows: of all batches together, 1 or more.
-        batch_size: sequences of a batch, 1 or more.
-        seed, first: of the stream, and the number that the first batch has in it.
+        task: the task to draw from.
+        rows: total number of sequences, 1 or more.
+        batch_size: sequences per batch, 1 or more.
+        seed: seed of the stream.
+        first: number of the first batch in the stream.
     """
     size = min(batch_size, rows)
     return [
@@ -50,18 +51,18 @@ def evaluation_batches(task: Task, rows: int, batch_size: int, *, seed: int, fir
 
 
 class TaskBatches(Dataset[Batch]):
-    """A stream of `batches` batches, each made when it is asked for.
+    """A stream of `batches` batches, each generated on access.
 
-    For a DataLoader, give `batch_size=None`; for transformers' Trainer, whose loader wants a batch size,
+    With a DataLoader, use `batch_size=None`. With transformers' Trainer, whose loader requires a batch size, use
     `per_device_train_batch_size=1`, `remove_unused_columns=False` and `data_collator=concatenate`. A loader with one
-    worker (`dataloader_num_workers=1`) makes the next batch while the model works on this one.
+    worker (`dataloader_num_workers=1`) generates the next batch while the model processes the current one.
     """
 
     def __init__(self, task: Task, *, split: Split, seed: int, batch_size: int, batches: int) -> None:
         for name, value in (("batch_size", batch_size), ("batches", batches)):
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
-        generator_of(split, seed, batches - 1)  # raises for a split or a number that there is not
+        generator_of(split, seed, batches - 1)  # raises an error for an invalid split or number
         self.task = task
         self.split: Split = split
         self.seed, self.batch_size, self.batches = seed, batch_size, batches

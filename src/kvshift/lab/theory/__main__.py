@@ -2,7 +2,7 @@
 
     python -m kvshift.lab.theory [--draws 200] [--monte-carlo-draws 100] [--width 4096] [--seed 0] [--out FILE]
 
-About fifteen seconds on one core. results/theory/checks.json is this command's, and docs/theory.md quotes it.
+This takes about fifteen seconds on one core. It produces results/theory/checks.json, which docs/theory.md quotes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvshift.lab.theory.limit_loss import exact
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the options (None: from the command line), run, print."""
+    """Parse the arguments (None for those of the command line), run all checks and print the results."""
     parser = argparse.ArgumentParser(
         prog="python -m kvshift.lab.theory", description="Run every check of the theory and print its numbers."
     )

@@ -1,7 +1,7 @@
-"""The checks of every claim on random draws, as numbers: what docs/theory.md quotes and the tests put limits to.
+"""Numerical checks of every claim on random draws; docs/theory.md quotes the numbers, and tests bound them.
 
-Random sequences have x ~ U(-1, 1), L in 5 .. 40, d in 2 .. 8, sigma log-uniform in 0.1 .. 10, slopes log-uniform in
-0.01 .. 1; four sequences to a draw.
+Random sequences have x ~ U(-1, 1), L in 5 .. 40, d in 2 .. 8, sigma log-uniform in 0.1 .. 10, and slopes log-uniform in
+0.01 .. 1. Each draw has four sequences.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from kvshift.lab.theory.limit_loss import Form, exact, loss, token_logits
 from kvshift.lab.theory.loss_field import FIGURE2, LEVELS, Field, descend_within, loss_field
 from kvshift.layers.positions import alibi_slopes
 
-# Of the table of Monte Carlo draws: a1, a2, b1, b2.
+# The coefficients a1, a2, b1, b2 at which Theorem 3.4 is checked.
 COEFFICIENTS = ((0.0, 1.0, 1.0, 0.0), (0.3, 0.7, 0.2, 0.8), (2.0, -1.0, -1.0, 3.0), (3.0, 0.0, 0.0, 4.0))
 
 _HEADS = 8
 
 
 def check_one_layer(draws: int, seed: int = 0) -> dict[str, float]:
-    """Theorem 3.3: largest errors over the draws.
+    """Check Theorem 3.3: the largest errors over the draws.
 
     Returns:
-        masked: KVSA - IH where the head attends to 2 .. L - 1; the theorem says 0.
-        causal: KVSA - IH under a plain causal mask.
-        relation: of `mask_gap`; it says 0.
-        excess: of |KVSA - IH| over 2 (p_1 + p_L) max|x|; below 0 where the bound holds.
-        layer: `KVShiftAttention` against the head, causal, at the slopes of 8 ALiBi heads.
-        windowed: `KVShiftAttention` with sliding_window L - 1 against the head on 2 .. L.
-        printed: the layer with the coefficients as printed, causal, against the head.
+        masked: |KVSA - IH| if the head attends to 2 .. L - 1; 0 by the theorem.
+        causal: |KVSA - IH| under a plain causal mask.
+        relation: difference between KVSA - IH and `mask_gap`; 0 by its formula.
+        excess: |KVSA - IH| minus 2 (p_1 + p_L) max|x|; negative if the bound holds.
+        layer: difference between `KVShiftAttention` and the head, both causal, at the slopes of 8 ALiBi heads.
+        windowed: difference between `KVShiftAttention` with sliding_window L - 1 and the head on 2 .. L.
+        printed: difference between the layer with the coefficients as printed and the head, both causal.
     """
     worst: dict[str, float] = {}
     for number, (x, sigma, slope) in enumerate(_draws("one layer", draws, seed)):
@@ -74,10 +74,10 @@ def check_one_layer(draws: int, seed: int = 0) -> dict[str, float]:
 
 
 def matching_tokens(batch: int, length: int, width: int, generator: torch.Generator) -> Tensor:
-    """Sequences of unit vectors with a true match: x_L = x_j for one j <= L - 2, all other cosines with x_L below 0.9.
+    """Draw sequences of unit vectors with one match: x_L = x_j for a j <= L - 2, and other cosines with x_L below 0.9.
 
-    Unit vectors, because a longer vector may look more like x_L than x_L itself. Of the `batch` that are drawn, those
-    with a second near match are dropped.
+    They are unit vectors because a longer vector may have a larger product with x_L than x_L itself. Sequences with a
+    second near match are dropped, so fewer than `batch` may be returned.
     """
     x = random_tokens(batch, length, width, generator)
     x /= x.norm(dim=2, keepdim=True)
@@ -88,7 +88,7 @@ def matching_tokens(batch: int, length: int, width: int, generator: torch.Genera
 
 
 def check_match(temperatures: Sequence[float], seed: int = 0) -> list[dict[str, float]]:
-    """Theorem 3.3 with a plain causal mask and a true match, as sigma -> 0 and m = sigma / 10 -> 0."""
+    """Check Theorem 3.3 with a plain causal mask and `matching_tokens`, as sigma -> 0 and m = sigma / 10 -> 0."""
     x = matching_tokens(256, 23, 5, generator_for("theory: match", seed))
     found = []
     for sigma in temperatures:
@@ -99,19 +99,19 @@ def check_match(temperatures: Sequence[float], seed: int = 0) -> list[dict[str, 
 
 
 def check_two_layers(draws: int, first_slopes: Sequence[float] = (1, 2, 4, 8), seed: int = 0) -> dict[str, Any]:
-    """Theorem 3.2: how near the bounds the errors come, and how they fall with p.
+    """Check Theorem 3.2: how close the errors are to their bounds, and how they decay with p.
 
     Returns:
-        slopes: for each p, the largest over the draws of
-            copy: |y_s - x_{s-1}| over its bound, 2 e^{-p};
-            derived, printed, sharp: |IH - TF| over that bound; above 1 the bound would be violated;
+        slopes: for each p, the largest values over the draws of
+            copy: |y_s - x_{s-1}| divided by its bound, 2 e^{-p};
+            derived, printed, sharp: |IH - TF| divided by this bound, which would be violated above 1;
             error: |IH - TF|;
-            error_causal: the same where layer 1 has a plain causal mask;
-            unbounded: |IH - TF| over the printed bound for tokens 30 times as long; the paper does not exclude them;
-            radius: the same over the derived bound for max|x| = 30.
-        decay_low, decay_high: the slope of log |IH - TF| from p = 14 to 18, smallest and largest over draws in
-            which d / sigma is at most 8.
-        layer: two `KVShiftAttention` against `two_layer_head`, causal, largest over the draws.
+            error_causal: |IH - TF| if layer 1 has a plain causal mask;
+            unbounded: |IH - TF| divided by the printed bound, for tokens 30 times as long, which the paper allows;
+            radius: |IH - TF| for the same tokens, divided by the derived bound for max|x| = 30.
+        decay_low, decay_high: the smallest and largest slope of log |IH - TF| from p = 14 to 18, over the draws with
+            d / sigma <= 8.
+        layer: largest difference over the draws between two `KVShiftAttention` and `two_layer_head`, both causal.
     """
     rows: dict[float, dict[str, float]] = {p: {} for p in first_slopes}
     decays: list[float] = []
@@ -151,11 +151,11 @@ def check_two_layers(draws: int, first_slopes: Sequence[float] = (1, 2, 4, 8), s
 
 
 def check_orthonormal(tokens: int, coefficients: Sequence[float]) -> dict[str, float]:
-    """Theorem 3.4, U = I: the model against the closed form, largest over i = 2 .. T - 2, loss and all gradients.
+    """Check Theorem 3.4 with U = I: largest differences in loss and gradients from the closed form, i = 2 .. T - 2.
 
     Returns:
-        exact: `KVShiftAttention` and `kv_shift` against the form as derived.
-        printed: `KVShiftAttention` against Table 3 (A2 for A1).
+        exact: difference of `KVShiftAttention` and `kv_shift` from the formula as derived.
+        printed: difference of `KVShiftAttention` from Table 3 (A2 in place of A1).
     """
     worst: dict[str, float] = {}
     embeddings = torch.eye(tokens, dtype=torch.float64).unsqueeze(0)
@@ -183,12 +183,11 @@ def check_orthonormal(tokens: int, coefficients: Sequence[float]) -> dict[str, f
 
 
 def check_logits(tokens: int, coefficients: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Table 3, U = I: the logits of the model at the last position, by the kind of token as in `TokenLogits`.
+    """Check Table 3 with U = I: logits of the model at the last position, for each kind of token in `TokenLogits`.
 
-    Each row:
-        model: the logit, the same for i = 2 .. T - 2 and all tokens of the kind, to `spread`; no row where T = 4 has
-            no others.
-        derived, printed: by the form as derived, and by Table 3 (A2 for A1).
+    Each kind, except "other" if T = 4, has the entries
+        model, spread: a logit, and the range of the logits for i = 2 .. T - 2 and all tokens of the kind.
+        derived, printed: the logit by the formula as derived, and by Table 3 (A2 in place of A1).
     """
     embeddings = torch.eye(tokens, dtype=torch.float64).unsqueeze(0)
     point = torch.tensor(coefficients, dtype=torch.float64)
@@ -211,7 +210,10 @@ def check_logits(tokens: int, coefficients: Sequence[float]) -> dict[str, dict[s
 
 
 def check_places(tokens: int, coefficients: Sequence[float]) -> list[float]:
-    """The loss with U = I for each i = 1 .. T - 1. The closed form holds from 2 to T - 2; the paper says T - 1."""
+    """Return the loss with U = I for i = 1 .. T - 1.
+
+    The closed form holds for 2 <= i <= T - 2. The paper states 1 < i < T instead.
+    """
     embeddings = torch.eye(tokens, dtype=torch.float64).unsqueeze(0)
     point = torch.tensor(coefficients, dtype=torch.float64)
     return [finite_model.model_loss(embeddings, repeated, point[:2], point[2:]).item() for repeated in range(1, tokens)]
@@ -220,9 +222,9 @@ def check_places(tokens: int, coefficients: Sequence[float]) -> list[float]:
 def check_monte_carlo(
     draws: int, width: int, *, tokens: int = 8, repeated: int = 4, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Theorem 3.4 with Gaussian embeddings: mean loss beside the closed forms, for `COEFFICIENTS`.
+    """Check Theorem 3.4 with Gaussian embeddings: the mean loss and the closed forms, at each of `COEFFICIENTS`.
 
-    Each row: coefficients, mean, stderr, exact, table3 (A2 for A1), script (A2 + b2 for A2 b2 in the logit of i).
+    Rows have coefficients, mean, stderr, exact, table3 (A2 for A1) and script (A2 + b2 for A2 b2 in the logit of i).
     """
     rows = []
     forms = {
@@ -244,7 +246,7 @@ def check_monte_carlo(
 
 
 def check_figure2(points: int = 101) -> list[dict[str, Any]]:
-    """Figure 2, a row for each panel."""
+    """Check Figure 2; return a row for each panel."""
     return [
         {"form": name, "panel": title, **check_panel(form, points)}
         for name, panels in FIGURE2.items()
@@ -253,9 +255,10 @@ def check_figure2(points: int = 101) -> list[dict[str, Any]]:
 
 
 def check_panel(form: Form, points: int = 101, starts: int = 21) -> dict[str, Any]:
-    """One panel of Figure 2, by a grid of `points` to a side: `check_field` and
+    """Check one panel of Figure 2 on a grid with `points` per side: the values of `check_field`, and share_caught.
 
-    share_caught: of `starts` x `starts`, those from which descent within the square does not end at induction.
+    share_caught is the share of `starts` x `starts` points from which descent within the square does not end at
+    induction.
     """
     ends = descend_within(form, starts)
     caught = float((np.abs(ends - np.array([0.0, 1.0])).max(axis=-1) > 0.05).mean())
@@ -263,13 +266,13 @@ def check_panel(form: Form, points: int = 101, starts: int = 21) -> dict[str, An
 
 
 def check_field(field: Field) -> dict[str, Any]:
-    """What Figure 2 is read for.
+    """Return the features of a panel of Figure 2.
 
     Returns:
-        minimum, lowest, highest: the grid point of least loss, and between what the loss lies.
+        minimum, lowest, highest: the grid point with the lowest loss, and the lowest and highest loss.
         corner_minima: corners (alpha1, beta1) that descent within the square does not leave; (0, 1) is induction.
-        levels_crossed: how many of the 200 contour levels 0, 0.05 .. 9.95 lie in between.
-        share_away: of the grid points, those where descent moves alpha1 or beta1 away from induction.
+        levels_crossed: number of the 200 contour levels 0, 0.05 .. 9.95 between the lowest and highest loss.
+        share_away: share of the grid points at which descent moves alpha1 or beta1 away from induction.
     """
     alpha1, beta1, lowest = field.minimum()
     highest = float(field.loss.max())
@@ -291,7 +294,7 @@ def check_field(field: Field) -> dict[str, Any]:
 
 
 def check_flow(tokens: Sequence[int] = (8, 32, 102), time: float = 10_000.0) -> list[dict[str, Any]]:
-    """Where the unconstrained flow of `exact` is at `time`, from all coefficients 0.5, for each T."""
+    """Return the end of the unconstrained flow of `exact` at `time`, started at coefficients of 0.5, for each T."""
     rows = []
     for number in tokens:
         end = gradient_flow(exact(number), time=time, points=2)
@@ -300,7 +303,7 @@ def check_flow(tokens: Sequence[int] = (8, 32, 102), time: float = 10_000.0) -> 
 
 
 def _draws(purpose: str, draws: int, seed: int) -> Iterator[tuple[Tensor, float, float]]:
-    """x (4, L, d), sigma and a slope; see the head of the module."""
+    """Yield x (4, L, d), sigma and a slope for each draw; see the module docstring."""
     generator = generator_for(f"theory: {purpose}", seed)
 
     def between(low: float, high: float) -> float:
@@ -318,12 +321,12 @@ def _error(x: Tensor, sigma: float, first_slope: float, slope: float, target: Te
 
 
 def _with_gradient(value: Tensor, point: Tensor) -> Tensor:
-    """(5,): the value and its four derivatives."""
+    """Return the value and its four derivatives, (5,)."""
     (gradient,) = torch.autograd.grad(value, point)
     return torch.cat([value.detach().reshape(1), gradient])
 
 
 def _raise(worst: dict[str, float], **values: Tensor) -> None:
-    """Raise each entry to the new value where that is larger."""
+    """Replace each entry by the new value if that is larger."""
     for name, value in values.items():
         worst[name] = max(worst.get(name, -math.inf), value.detach().item())

@@ -2,7 +2,8 @@
 
 Shapes: B draws of the embeddings, T tokens of the vocabulary, d width. Tokens count from 1, as in the theorem.
 
-With orthonormal embeddings the limit is reached exactly; with Gaussian ones, N(0, 1/d), as d grows.
+The model has exactly the limit's loss with orthonormal embeddings; with Gaussian ones, N(0, 1/d), it converges to the
+limit as d grows.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from kvshift import KVShiftAttention, kv_shift
 
 
 def random_embeddings(batch: int, tokens: int, width: int, generator: torch.Generator) -> Tensor:
-    """u_k ~ N(0, 1/d) in each component, (B, T, d) float64."""
+    """Draw embeddings u_k ~ N(0, 1/d) in each component, (B, T, d) float64."""
     return torch.randn(batch, tokens, width, generator=generator, dtype=torch.float64) / math.sqrt(width)
 
 
 def model_logits(embeddings: Tensor, repeated: int, alpha: Tensor, beta: Tensor) -> Tensor:
-    """Logits of the last position of x_1 .. x_T x_i.
+    """Return the logits at the last position of x_1 .. x_T x_i.
 
         k_hat, v_hat = kv_shift(u, u, alpha, beta)
         logits = U softmax( u_{T+1} k_hat^T ) v_hat
 
-    The identity projections are left out: at d = 4096 each is a matrix of 128 MiB. `layer_loss` has them.
+    The identity projections are omitted, as each would be a matrix of 128 MiB at d = 4096. `layer_loss` has them.
 
     Args:
         embeddings: U, (B, T, d).
@@ -36,27 +37,27 @@ def model_logits(embeddings: Tensor, repeated: int, alpha: Tensor, beta: Tensor)
         alpha, beta: (a1, a2) and (b1, b2), (2,).
 
     Returns:
-        (B, T), those of tokens 1 .. T; differentiable.
+        (B, T), the logits of tokens 1 .. T; differentiable.
 
     Source:
         Theorem 3.4, "the simplified condition we describe".
     """
     x_BL1D = _sequence(embeddings, repeated).unsqueeze(2)
     k_hat, v_hat, _ = kv_shift(x_BL1D, x_BL1D, alpha.unsqueeze(0), beta.unsqueeze(0))
-    # The last token sees all: the causal mask takes nothing from it.
+    # The last token attends to all tokens: the causal mask excludes none of them.
     weights = torch.einsum("bd,bsd->bs", x_BL1D[:, -1, 0], k_hat.squeeze(2)).softmax(dim=1)
     return _logits(embeddings, torch.einsum("bs,bsd->bd", weights, v_hat.squeeze(2)))
 
 
 def model_loss(embeddings: Tensor, repeated: int, alpha: Tensor, beta: Tensor) -> Tensor:
-    """Cross-entropy of `model_logits` against x_{i+1}, (B,), in nats; differentiable."""
+    """Return the cross-entropy of `model_logits` against x_{i+1}, (B,), in nats; differentiable."""
     return _cross_entropy(model_logits(embeddings, repeated, alpha, beta), repeated)
 
 
 def build_layer(width: int) -> KVShiftAttention:
-    """The same head as a layer of this package, in float64; its coefficients are the only parameters to train.
+    """Build the same head as a `KVShiftAttention` in float64, of which only the coefficients are trainable.
 
-    W_K = W_V = W_O = I; W_Q = sqrt(d) I, which undoes the 1 / sqrt(d) that the layer has and the theorem has not.
+    W_K = W_V = W_O = I; W_Q = sqrt(d) I, which cancels the layer's factor 1 / sqrt(d), absent from the theorem.
     """
     layer = KVShiftAttention(width, 1, position_encoding="none").double().requires_grad_(False)
     for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
@@ -67,7 +68,7 @@ def build_layer(width: int) -> KVShiftAttention:
 
 
 def layer_loss(layer: KVShiftAttention, embeddings: Tensor, repeated: int) -> Tensor:
-    """As `model_loss`, with `build_layer` for the attention and whatever coefficients it holds."""
+    """Compute `model_loss` with a layer from `build_layer`, at the layer's coefficients."""
     out, _ = layer(_sequence(embeddings, repeated))
     return _cross_entropy(_logits(embeddings, out[:, -1]), repeated)
 
@@ -81,13 +82,13 @@ def draw_losses(
     draws: int,
     generator: torch.Generator,
 ) -> list[float]:
-    """`model_loss` for fresh Gaussian embeddings at each draw.
+    """Return `model_loss` for independent draws of Gaussian embeddings.
 
     Args:
         coefficients: a1, a2, b1, b2.
         tokens, repeated, width: T, i, d.
-        draws: how many.
-        generator: of the embeddings.
+        draws: number of draws.
+        generator: generator of the embeddings.
     """
     point = torch.tensor(coefficients, dtype=torch.float64)
     losses: list[float] = []
@@ -98,14 +99,14 @@ def draw_losses(
 
 
 def _batches(draws: int, numbers: int) -> Iterator[int]:
-    """Sizes that add up to `draws`, each of about a million numbers at most: 8 MiB."""
+    """Yield batch sizes that sum to `draws`, each for about a million numbers (8 MiB) at most."""
     size = max(1, 2**20 // numbers)
     for start in range(0, draws, size):
         yield min(size, draws - start)
 
 
 def _sequence(embeddings: Tensor, repeated: int) -> Tensor:
-    """x_1 .. x_T x_i, (B, T + 1, d)."""
+    """Return the sequence x_1 .. x_T x_i, (B, T + 1, d)."""
     if embeddings.ndim != 3:
         raise ValueError(f"embeddings must be (batch, tokens, width), got {tuple(embeddings.shape)}")
     tokens = embeddings.shape[1]
@@ -119,5 +120,5 @@ def _logits(embeddings: Tensor, out: Tensor) -> Tensor:
 
 
 def _cross_entropy(logits_BT: Tensor, repeated: int) -> Tensor:
-    target_B = torch.full(logits_BT.shape[:1], repeated, device=logits_BT.device)  # from 0, so that of x_{i+1}
+    target_B = torch.full(logits_BT.shape[:1], repeated, device=logits_BT.device)  # the index of x_{i+1} from 0
     return F.cross_entropy(logits_BT, target_B, reduction="none")

@@ -1,9 +1,9 @@
-"""Where gradient descent on the loss of Theorem 3.4 leads when all four coefficients are free.
+"""Gradient descent on the loss of Theorem 3.4 with all four coefficients free.
 
     d(a1, a2, b1, b2) / dt = -grad L
 
-Figure 2 shows the square a2 = 1 - a1, b2 = 1 - b1, from which training is free to leave: after its start
-values the paper constrains nothing. Time is learning rate times steps of plain gradient descent.
+Figure 2 shows the square a2 = 1 - a1, b2 = 1 - b1. Training may leave it, because the paper constrains only the initial
+values. Time is the learning rate times the number of steps of plain gradient descent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvshift.lab.theory.limit_loss import Form, loss
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Points along a descent.
+    """The points along a descent.
 
     Attributes:
         time: learning rate times steps, (n,).
@@ -33,7 +33,7 @@ class Trajectory:
 
 
 def loss_and_gradient(coefficients: Sequence[float] | np.ndarray, form: Form) -> tuple[float, np.ndarray]:
-    """L and its gradient (4,) at a1, a2, b1, b2."""
+    """Return L and its gradient (4,) at the coefficients a1, a2, b1, b2."""
     point = torch.tensor(np.asarray(coefficients), dtype=torch.float64, requires_grad=True)
     value = loss(point, form)
     (gradient,) = torch.autograd.grad(value, point)
@@ -43,7 +43,7 @@ def loss_and_gradient(coefficients: Sequence[float] | np.ndarray, form: Form) ->
 def take_steps(
     form: Form, *, start: Sequence[float] = (0.5,) * 4, learning_rate: float = 0.5, steps: int
 ) -> Trajectory:
-    """Plain gradient descent; every step is in the trajectory, the start included."""
+    """Run plain gradient descent and return the start and the point after every step."""
     _check(start, learning_rate=learning_rate)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -61,15 +61,15 @@ def take_steps(
 def gradient_flow(
     form: Form, *, start: Sequence[float] = (0.5,) * 4, time: float = 10_000.0, points: int = 200
 ) -> Trajectory:
-    """The flow itself, solved by scipy's LSODA to a relative error of 1e-8: a thousand evaluations of the gradient,
-    where gradient descent takes 20,000 steps.
+    """Solve the flow with scipy's LSODA to a relative error of 1e-8. This takes about a thousand evaluations of the
+    gradient, where gradient descent takes 20,000 steps.
 
     Args:
-        form: whose loss to descend.
-        start: a1, a2, b1, b2.
-        time: where to end.
-        points: rows of the trajectory: time 0, then even in the logarithm from a thousandth of `time`; 2 or more,
-            and with 2 the start and the end.
+        form: formula of the loss.
+        start: initial a1, a2, b1, b2.
+        time: final time.
+        points: number of rows of the trajectory, at least 2: time 0, then times evenly spaced in the logarithm from a
+            thousandth of `time` to `time`. With 2, the rows are the start and the end.
     """
     from scipy.integrate import solve_ivp  # takes half a second to import
 
@@ -77,7 +77,7 @@ def gradient_flow(
     if points < 2:
         raise ValueError(f"points must be at least 2, got {points}")
     times = np.concatenate([[0.0], np.geomspace(time / 1000, time, points - 1)])
-    times[-1] = time  # geomspace may end a rounding beyond, which the solver refuses
+    times[-1] = time  # geomspace may end above it by a rounding error, which the solver rejects
     solution = solve_ivp(
         lambda _, point: -loss_and_gradient(point, form)[1],
         (0.0, time),

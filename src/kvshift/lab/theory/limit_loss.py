@@ -1,13 +1,14 @@
-"""Theorem 3.4 and Table 3: the loss of learning induction, in closed form; as derived and as printed.
+"""Theorem 3.4 and Table 3: the loss of learning induction in closed form, as derived and as printed.
 
-The setting: one head with KV shift, no residual, MLP, norm or positions, all projections the identity, no 1 / sqrt(d)
-in the scores; T distinct tokens x_1 .. x_T, then x_{T+1} = x_i once more; loss at the last position alone, its target
-x_{i+1}, the vocabulary the T tokens, with tied embeddings that become orthonormal as d grows. With
+The model is one head with KV shift and identity projections, without residual, MLP, norm, positions or a factor
+1 / sqrt(d) in the scores. Its input is T distinct tokens x_1 .. x_T, followed by x_{T+1} = x_i. The loss is that of the
+last position, whose target is x_{i+1}. The T tokens are the vocabulary, with tied embeddings that become orthonormal as
+d grows. With
 
     S = 2 e^{a1} + e^{a2} + (T - 2),    A1 = e^{a1} / S,    A2 = e^{a2} / S
 
 the last token attends to i and to itself with weight A1 each, to i + 1 with A2, to all others with 1 / S. Hence, for
-2 <= i <= T - 2, the logits
+2 <= i <= T - 2, the logits are
 
     token           derived                    Table 3               plotting script (appendix L)
     i + 1           A2 b1 + b2 / S             the same              the same
@@ -20,8 +21,8 @@ the last token attends to i and to itself with weight A1 each, to i + 1 with A2,
     rest            (T - 4) e^{(b1 + b2) / S}  O(T), a constant c    e^c
     in S            T - 2                      c                     c
 
-The A2 of Table 3 is a slip: the proof above it has b2 e^{a1}. (Token i - 1 is the value of token i through the shift,
-and token i has weight A1. Token T is so for token T + 1.)
+The A2 of Table 3 is an error: the proof above the table has b2 e^{a1}. (By the shift, b2 times token i - 1 is part of
+the value of token i, which has weight A1. The same holds for token T and token T + 1.)
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Which formula: the four places where the derivation, the theorem and the script part."""
+    """A formula of the loss, given by the four choices in which derivation, theorem and script differ."""
 
     others: float
-    """What S adds to 2 e^{a1} + e^{a2}: T - 2 as derived, the constant c that stands for O(T) in the paper."""
+    """Last term of S, after 2 e^{a1} + e^{a2}: T - 2 as derived, or the constant c that replaces O(T) of the paper."""
     side: Literal["A1", "A2"] = "A1"
-    """The weight that multiplies b2 in the logits of tokens i - 1 and T; A1 as derived."""
+    """Weight that multiplies b2 in the logits of tokens i - 1 and T; A1 as derived."""
     repeated: Literal["product", "sum"] = "product"
-    """The last term in the logit of token i: A2 b2 as derived, or A2 + b2."""
+    """Last term in the logit of token i: A2 b2 as derived ("product"), or A2 + b2 ("sum")."""
     rest: Literal["tokens", "constant", "exponential"] = "tokens"
-    """What the other tokens add to the denominator: (T - 4) e^{(b1 + b2) / S} as derived, c, or e^c."""
+    """Term of the other tokens in the denominator: (T - 4) e^{(b1 + b2) / S} as derived, c, or e^c."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -64,38 +65,38 @@ class TokenLogits(NamedTuple):
     """Logits at the last position, by the kind of token."""
 
     target: Tensor
-    """Of token i + 1."""
+    """Logit of token i + 1."""
     repeated: Tensor
-    """Of token i."""
+    """Logit of token i."""
     side: Tensor
-    """Of tokens i - 1 and T, each."""
+    """Logit of each of the tokens i - 1 and T."""
     other: Tensor
-    """Of each of the T - 4 others."""
+    """Logit of each of the T - 4 other tokens."""
 
 
 def exact(tokens: int) -> Form:
-    """As derived, for T >= 4 distinct tokens."""
+    """Return the formula as derived, for T >= 4 distinct tokens."""
     if tokens < 4:
         raise ValueError(f"tokens must be at least 4, for i - 1, i, i + 1 and T to differ; got {tokens}")
     return Form(others=tokens - 2)
 
 
 def paper(constant: float) -> Form:
-    """As printed in Theorem 3.4, with O(T) = c wherever it stands."""
+    """Return the formula as printed in Theorem 3.4, with O(T) = c wherever it occurs."""
     return Form(others=constant, side="A2", rest="constant")
 
 
 def script(constant: float) -> Form:
-    """As the script of appendix L computes it, with ot = c."""
+    """Return the formula that the script in appendix L computes, with ot = c."""
     return Form(others=constant, side="A2", repeated="sum", rest="exponential")
 
 
 def token_logits(coefficients: Tensor, form: Form) -> TokenLogits:
-    """The logits of Table 3; see the head of the module.
+    """Return the logits of Table 3; see the module docstring.
 
     Args:
         coefficients: a1, a2, b1, b2 in the last dimension, (..., 4).
-        form: which formula.
+        form: formula of the loss.
 
     Returns:
         Tensors (...).
@@ -118,11 +119,11 @@ def token_logits(coefficients: Tensor, form: Form) -> TokenLogits:
 
 
 def loss(coefficients: Tensor, form: Form) -> Tensor:
-    """L in nats; see the head of the module.
+    """Return the loss L in nats; see the module docstring.
 
     Args:
         coefficients: a1, a2, b1, b2 in the last dimension, (..., 4).
-        form: which formula.
+        form: formula of the loss.
 
     Returns:
         (...); differentiable.

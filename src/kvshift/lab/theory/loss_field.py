@@ -1,7 +1,7 @@
 """Figure 2: the loss of Theorem 3.4 and its descent directions on the square a2 = 1 - a1, b2 = 1 - b1.
 
-Three rows for three formulas, `exact`, `paper` and `script` of `limit_loss`; three columns for O(T) = 0, 10, 100, which
-is T = 4 (the least that the derivation allows), 12 and 102 in the row `exact`. `lab.analysis.fields` draws them.
+The three rows are the formulas `exact`, `paper` and `script` of `limit_loss`. The three columns are O(T) = 0, 10, 100,
+or in the row `exact` T = 4 (the least that the derivation allows), 12 and 102. `lab.analysis.fields` plots them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from kvshift.lab.theory.limit_loss import Form, exact, loss, paper, script
 
-# Rows and columns of the figure: title and formula of each panel.
+# The title and formula of each panel, by the rows of the figure.
 FIGURE2: Mapping[str, Mapping[str, Form]] = {
     "exact": {f"T = {tokens}": exact(tokens) for tokens in (4, 12, 102)},
     "paper": {f"O(T) = {constant}": paper(constant) for constant in (0, 10, 100)},
     "script": {f"O(T) = {constant}": script(constant) for constant in (0, 10, 100)},
 }
 
-# Contour levels of the script of appendix L, in nats.
+# The contour levels of the script in appendix L, in nats.
 LEVELS = np.arange(0, 10, 0.05)
 
 
@@ -33,7 +33,7 @@ class Field:
 
     Attributes:
         alpha1, beta1: (n,), the coordinates; alpha2 = 1 - alpha1, beta2 = 1 - beta1.
-        loss: nats, (n, n); rows by beta1, columns by alpha1.
+        loss: (n, n), in nats; beta1 varies over rows, alpha1 over columns.
         alpha1_step, beta1_step: the components of -grad L within the square, (n, n).
     """
 
@@ -44,26 +44,26 @@ class Field:
     beta1_step: np.ndarray
 
     def to_json(self) -> dict[str, Any]:
-        """Lists of numbers."""
+        """Return the arrays as lists of numbers."""
         return {name: values.tolist() for name, values in vars(self).items()}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Field:
-        """What `to_json` made."""
+        """Create a field from the output of `to_json`."""
         return cls(**{name: np.array(values) for name, values in record.items()})
 
     def minimum(self) -> tuple[float, float, float]:
-        """(alpha1, beta1, loss) at the grid point of least loss."""
+        """Return (alpha1, beta1, loss) at the grid point with the lowest loss."""
         row, column = np.unravel_index(self.loss.argmin(), self.loss.shape)
         return float(self.alpha1[column]), float(self.beta1[row]), float(self.loss[row, column])
 
 
 def loss_field(form: Form, points: int = 101) -> Field:
-    """Loss and descent direction on [0, 1]^2.
+    """Compute loss and descent direction on [0, 1]^2.
 
     Args:
-        form: which formula.
-        points: n, of each side, 2 or more. The script of appendix L takes 1000.
+        form: formula of the loss.
+        points: n, the number of points per side, at least 2. The script in appendix L uses 1000.
     """
     if points < 2:
         raise ValueError(f"points must be at least 2, got {points}")
@@ -75,10 +75,10 @@ def loss_field(form: Form, points: int = 101) -> Field:
 
 
 def descend_within(form: Form, points: int = 21, *, length: float = 0.01, steps: int = 400) -> np.ndarray:
-    """Where descent within the square ends, for starts on a grid: (n, n, 2), the last dimension alpha1, beta1.
+    """Return where descent within the square ends for starts on a grid, (n, n, 2); the last axis is alpha1, beta1.
 
-    Each step has the given length along -grad L, and is clipped to the square: along an edge it continues. Four times
-    across the square by default, so that all ends are within a step or two of where they stay.
+    Each step has the given length along -grad L and is clipped to the square, so that descent continues along an edge.
+    By default, the steps sum to four sides of the square, and all paths end within a step or two of their limit.
     """
     side = torch.linspace(0, 1, points, dtype=torch.float64)
     place = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1)
@@ -91,7 +91,7 @@ def descend_within(form: Form, points: int = 21, *, length: float = 0.01, steps:
 
 
 def figure2_fields(points: int = 101) -> dict[str, dict[str, Field]]:
-    """The field of every panel of `FIGURE2`."""
+    """Compute the field of every panel of `FIGURE2`."""
     return {row: {title: loss_field(form, points) for title, form in panels.items()} for row, panels in FIGURE2.items()}
 
 

@@ -7,13 +7,13 @@ The construction, on tokens x_s of width D:
     W_Q = W_K = W_V = W_O = I,  no residual,  ALiBi slope m,  score scale 1 / sigma
     alpha = (0, 1): the key of token s is x_{s-1};    beta = (1, 0): its value is x_s
 
-`kv_shift_head` is that head around `kvshift.kv_shift`, with any scale, slope and mask. `build_layer` is the same head
-as a `kvshift.KVShiftAttention`, which has a scale, slopes and a mask of its own:
+`kv_shift_head` computes this head with `kvshift.kv_shift`, for any scale, slope and mask. `build_layer` builds it as a
+`kvshift.KVShiftAttention`, whose scale, slopes and mask are fixed:
 
-- its scale is 1 / sqrt(D): sigma goes into alpha = (0, sqrt(D) / sigma) instead;
-- its slopes are the published ones, 2^(-8 (h + 1) / H): m is one of these;
-- its mask is causal, and the theorem's is not (see `kv_shift_head`). `sliding_window = L - 1` takes token 1 away; that
-  the last token attends to itself, nothing can.
+- The scale is 1 / sqrt(D), so sigma is part of alpha = (0, sqrt(D) / sigma) instead.
+- The slopes are the published ones, 2^(-8 (h + 1) / H), and m is one of these.
+- The mask is causal, unlike the theorem's (see `kv_shift_head`). `sliding_window = L - 1` excludes token 1, but no
+  option keeps the last token from attending to itself.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from kvshift.lab.theory.induction_head import alibi_layer, check_head, softmax_b
 def kv_shift_head(
     x: Tensor, sigma: float, slope: float, *, first: int = 1, last: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The construction's output at the last token, attending to tokens first .. last.
+    """Return the output of the construction at the last token, which attends to tokens first .. last, and the weights.
 
         k_hat, v_hat = kv_shift(x, x, (0, 1), (1, 0))
         w = softmax_s( <x_L, k_hat_s> / sigma - m (L - s) ),    out = sum_s w_s v_hat_s
 
-    With first = 2 and last = L - 1 this *is* the induction head. A plain causal mask, first = 1 and last = L, also
-    lets in token 1, whose key is zero, and token L itself; what that does, `mask_gap` says.
+    With first = 2 and last = L - 1, this *is* the induction head. A plain causal mask, first = 1 and last = L, also
+    includes token 1, whose key is zero, and token L itself; `mask_gap` gives the effect.
 
     Args:
         x: (B, L, D), L >= 3.
         sigma, slope: as in `induction_head`.
-        first, last: of the tokens attended to, from 1; last is L by default.
+        first, last: first and last token attended to, counted from 1; last is L by default.
 
     Returns:
         out (B, D) and the weights (B, L), zero outside first .. last.
@@ -60,16 +60,16 @@ def kv_shift_head(
 
 
 def mask_gap(x: Tensor, weights: Tensor, head: Tensor) -> Tensor:
-    """How far the causal head is from the induction head, (B, D).
+    """Return the difference between the causal head and the induction head, (B, D).
 
         KVSA - IH = p_1 (x_1 - IH) + p_L (x_L - IH),    p the causal weights
 
-    so that no component is off by more than 2 (p_1 + p_L) max|x|. Reason: beside p_1 x_1 and p_L x_L the causal sum is
-    (1 - p_1 - p_L) IH.
+    No component is therefore larger than 2 (p_1 + p_L) max|x|. The formula holds because the causal sum is
+    p_1 x_1 + p_L x_L + (1 - p_1 - p_L) IH.
 
     Args:
         x: (B, L, D).
-        weights: p, (B, L), over all of 1 .. L.
+        weights: p, (B, L), over all tokens 1 .. L.
         head: IH, (B, D).
     """
     return weights[:, :1] * (x[:, 0] - head) + weights[:, -1:] * (x[:, -1] - head)
@@ -84,17 +84,17 @@ def build_layer(
     sliding_window: int | None = None,
     as_printed: bool = False,
 ) -> KVShiftAttention:
-    """The construction as a layer of this package, in float64.
+    """Build the construction as a `KVShiftAttention` in float64.
 
     Args:
         width: D.
         sigma: the temperature, above 0.
-        heads: H. All query heads are alike but for their ALiBi slope, and read one KV head.
-        head: the one whose output W_O lets through, from 0; `alibi_slopes(heads)[head]` is m.
-        sliding_window: of the layer.
-        as_printed: set the coefficients of appendix B, alpha = (0, 1) and beta = (1 / sigma, 0), read as they stand.
-            A factor on the values leaves the scores as they were and scales the output: this is the induction head
-            of sigma = sqrt(D), divided by sigma.
+        heads: H. All query heads are identical except for their ALiBi slope, and share one KV head.
+        head: index, from 0, of the head whose output W_O passes on; `alibi_slopes(heads)[head]` is m.
+        sliding_window: the layer's sliding window, in tokens; None for all tokens.
+        as_printed: whether to use the coefficients as printed in appendix B, alpha = (0, 1) and beta = (1 / sigma, 0).
+            A factor on the values does not change the scores, but scales the output: this is the induction head with
+            sigma = sqrt(D), divided by sigma.
 
     Source:
         Appendix B, where "beta_0 = 1 / sigma" must mean the scale of the scores.

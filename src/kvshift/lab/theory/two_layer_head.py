@@ -1,4 +1,4 @@
-"""Theorem 3.2: two vanilla layers come near the induction head of Definition 3.1, and need twice the width.
+"""Theorem 3.2: two vanilla layers approximate the induction head of Definition 3.1, at twice the width.
 
 Shapes: B sequences, L tokens, d width of a token, D = 2d width of the model. Tokens count from 1 in formulas, from 0
 in tensors.
@@ -10,12 +10,12 @@ The construction, on [x_s; 0]:
     layer 2, no residual:    W_Q = [[0, 0], [I, 0]],  W_K = [[0, 0], [0, I / sigma]],  W_V = [[I, 0], [0, 0]],
         ALiBi slope m, scores without 1 / sqrt(D):  <x_L, y_s> / sigma - m (L - s)
 
-`two_layer_head` is that, with any slopes. `build_layers` makes the same of two `kvshift.KVShiftAttention` without shift
-for the slopes that ALiBi has, 2^(-8 (h + 1) / H), all below 1.
+`two_layer_head` computes this construction for any slopes. `build_layers` builds it from two `kvshift.KVShiftAttention`
+without shift, for the slopes of ALiBi, 2^(-8 (h + 1) / H), all below 1.
 
-The theorem leans on two masks that a decoder does not have. Layer 2 has the caveat of Theorem 3.3: it sums over
-s = 2 .. L - 1. Layer 1 must not see the token itself: with a plain causal mask that token, at distance 0, takes most of
-the weight, y_s tends to x_s, and the construction fails, the more the larger p (`strict=False`).
+The theorem requires two masks that a decoder does not have. Layer 2 has the caveat of Theorem 3.3: it sums over
+s = 2 .. L - 1. In layer 1, a token must not attend to itself: under a plain causal mask (`strict=False`), the token
+itself, at distance 0, has most of the weight, so y_s is close to x_s and the construction fails, the more the larger p.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvshift.lab.theory.induction_head import alibi_layer, check_head, softmax_b
 
 
 def previous_tokens(x: Tensor, first_slope: float, *, strict: bool = True) -> Tensor:
-    """What layer 1 writes beside each token.
+    """Return the weighted mean of earlier tokens that layer 1 writes beside each token.
 
         y_s = sum_{tau=1}^{s-1} softmax_tau( -p (s - 1 - tau) ) x_tau,    y_1 = 0
 
     Args:
         x: (B, L, d).
         first_slope: p, above 0.
-        strict: False sums to tau = s, as a decoder's causal mask does.
+        strict: whether to end the sum at tau = s - 1; False ends it at tau = s, as a decoder's causal mask does.
 
     Returns:
         (B, L, d).
@@ -46,7 +46,7 @@ def previous_tokens(x: Tensor, first_slope: float, *, strict: bool = True) -> Te
     distance = place.unsqueeze(1) - place.unsqueeze(0)
     seen = distance >= (1 if strict else 0)
     weights = torch.where(seen, -first_slope * distance.to(x.dtype), -torch.inf).softmax(dim=1)
-    return torch.where(seen, weights, 0) @ x  # token 1 sees nothing: a row of NaN without the `where`
+    return torch.where(seen, weights, 0) @ x  # token 1 attends to nothing: its softmax is a row of NaN
 
 
 def two_layer_head(
@@ -59,15 +59,15 @@ def two_layer_head(
     last: int | None = None,
     strict: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The construction's output at the last token.
+    """Return the output of the construction at the last token, and the attention weights of layer 2.
 
         w = softmax_s( <x_L, y_s> / sigma - m (L - s) ),    TF(X) = sum_{s=first}^{last} w_s x_s
 
     Args:
         x: (B, L, d), L >= 3.
         sigma, slope: as in `induction_head`.
-        first_slope: p, of layer 1, above 0.
-        first, last: of the tokens that layer 2 attends to, from 1; 2 and L - 1 by default.
+        first_slope: p, the slope of layer 1, above 0.
+        first, last: first and last token that layer 2 attends to, counted from 1; 2 and L - 1 by default.
         strict: as in `previous_tokens`.
 
     Returns:
@@ -88,7 +88,7 @@ def two_layer_head(
 
 
 def copy_bound(first_slope: float, length: int | None = None) -> float:
-    """The most by which a component of y_s can miss x_{s-1} where no component of x is above 1: 2 (1 - 1 / Z_s).
+    """Return a bound on the components of |y_s - x_{s-1}| if those of |x| are at most 1: 2 (1 - 1 / Z_s).
 
         Z_s = sum_{j=0}^{s-2} e^{-p j},    sup_s (1 - 1 / Z_s) = e^{-p}
 
@@ -102,10 +102,10 @@ def copy_bound(first_slope: float, length: int | None = None) -> float:
 
 
 def error_bound(width: int, sigma: float, first_slope: float, *, form: str = "derived", radius: float = 1.0) -> float:
-    """The most by which a component of TF(X) can miss that of IH(X).
+    """Return a bound on the components of |TF(X) - IH(X)|.
 
         "derived"    4 (d / sigma) e^{-p}
-        "printed"    4 (d / sigma) e^{-p} / (1 - e^{-p}), the paper's, which is larger
+        "printed"    4 (d / sigma) e^{-p} / (1 - e^{-p}), the bound in the paper, which is larger
         "sharp"      2 (d / sigma) e^{-p}
 
     All three multiply |softmax(u) - softmax(v)|_1 by max|x| and bound |u - v| by |x_L|_1 max_s |y_s - x_{s-1}| / sigma.
@@ -115,9 +115,9 @@ def error_bound(width: int, sigma: float, first_slope: float, *, form: str = "de
     Args:
         width: d.
         sigma, first_slope: as in `two_layer_head`.
-        form: which of the three.
-        radius: r, where |x_s| <= r in each component: the bound is r^3 times that for r = 1. The paper states no
-            such condition, and without one no bound holds.
+        form: which of the three bounds.
+        radius: r, if each component of |x_s| is at most r: the bound is r^3 times that for r = 1. The paper states no
+            such condition, but without one, no bound holds.
 
     Source:
         Theorem 3.2, appendix A, where |I / sigma|_{1,1} = d / sigma.
@@ -131,14 +131,14 @@ def error_bound(width: int, sigma: float, first_slope: float, *, form: str = "de
 def build_layers(
     width: int, sigma: float, *, heads: int = 1, first_head: int = 0, head: int = 0
 ) -> tuple[KVShiftAttention, KVShiftAttention]:
-    """Both layers of the construction, of this package, without shift, in float64.
+    """Build both layers of the construction as `KVShiftAttention` without shift, in float64.
 
     Args:
         width: d; the layers are 2d wide.
         sigma: the temperature, above 0.
-        heads: H of each layer. All heads are alike but for their ALiBi slope.
-        first_head, head: the one whose output W_O of layer 1 and of layer 2 lets through, from 0;
-            `alibi_slopes(heads)` has their p and m.
+        heads: H of each layer. All heads are identical except for their ALiBi slope.
+        first_head, head: index, from 0, of the head whose output W_O passes on in layer 1 and in layer 2;
+            `alibi_slopes(heads)` gives their slopes p and m.
     """
     if not sigma > 0:
         raise ValueError(f"sigma must be above 0, got {sigma}")
@@ -150,7 +150,7 @@ def build_layers(
         return torch.cat([torch.cat([upper_left, none], dim=1), torch.cat([lower_left, lower_right], dim=1)])
 
     to_lower, upper, zero = block(none, eye, none), block(eye, none, none), block(none, none, none)
-    scale = math.sqrt(2 * width) / sigma  # the layer's own is 1 / sqrt(2d), and the theorem has none
+    scale = math.sqrt(2 * width) / sigma  # cancels the layer's factor 1 / sqrt(2d), which the theorem does not have
     plain = ShiftOptions(targets=())
     first = alibi_layer(zero, zero, to_lower, heads=heads, head=first_head, shift_options=plain)
     key = block(none, none, scale * eye)
@@ -158,10 +158,10 @@ def build_layers(
 
 
 def run_layers(layers: tuple[KVShiftAttention, KVShiftAttention], x: Tensor) -> Tensor:
-    """The output of `build_layers` at the last token, (B, d); layer 2 attends to all of 1 .. L.
+    """Return the output of `build_layers` at the last token, (B, d); layer 2 attends to all tokens 1 .. L.
 
-    The layer's mask lets each token see itself. As layer 1 has no queries, what token s - 1 sees up to itself is what
-    token s sees before itself: its output is moved down by one token.
+    The layer's mask lets each token attend to itself. Since the queries of layer 1 are zero, its output at token s - 1
+    is what token s would get without attending to itself, so the output is moved on by one token.
     """
     first, second = layers
     width = x.shape[2]

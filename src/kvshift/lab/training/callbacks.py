@@ -94,7 +94,7 @@ class GracefulStop(TrainerCallback):
             os.write(2, f"\nkvshift: {name}: stopping after this step; a second signal stops at once\n".encode())
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.number = self._processes.most(self._heard)
+        self.number = self._processes.all_reduce_max(self._heard)
         if self.number:
             control.should_save = control.should_training_stop = True
 
@@ -266,7 +266,7 @@ def coefficients(model: torch.nn.Module) -> list[dict[str, list[list[float]]]]:
     names = {"k": "alpha", "v": "beta", "q": "gamma"}
     found = []
     for layer in shift_layers(model):
-        gathered = {name: whole(parameter) for name, parameter in layer.named_parameters(recurse=False)}
+        gathered = {name: gather_full(parameter) for name, parameter in layer.named_parameters(recurse=False)}
         values = torch.func.functional_call(_Coefficients(layer), {f"layer.{n}": p for n, p in gathered.items()}, ())
         found.append({names[target]: value.float().cpu().tolist() for target, value in values.items()})
     return found
@@ -283,7 +283,7 @@ class _Coefficients(torch.nn.Module):
         return self.layer.coefficients()  # type: ignore[operator]
 
 
-def whole(parameter: Tensor) -> Tensor:
+def gather_full(parameter: Tensor) -> Tensor:
     """Return the full tensor, gathered from all processes if it is sharded; then all processes must call it.
 
     With DeepSpeed's ZeRO 1 and 2, return the master weights that the optimizer updates: they are float32 even if the

@@ -25,8 +25,8 @@ from kvshift.lab.core.messages import say
 from kvshift.lab.runs.folder import Metrics, RunFolder
 from kvshift.lab.runs.overwriting import refuse_what_is_no_run
 from kvshift.lab.runs.processes import PATIENCE, Processes
-from kvshift.lab.runs.resume import Start, check_folder, refuse_foreign
-from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, whole
+from kvshift.lab.runs.resume import Start, check_folder, require_run_folder
+from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, gather_full
 from kvshift.lab.training.tensor_parallel import check_tensor_parallel, parallelism_size
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
 from kvshift.lab.training.trainer import RunTrainer
@@ -53,7 +53,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
     for name in config.report_to:
         if name not in (known := get_available_reporting_integrations()):
             raise LabError(f"report_to must name installed trackers ({', '.join(known) or 'none'}), got {name!r}")
-    refuse_foreign(folder)  # before the lock file is created in it
+    require_run_folder(folder)  # before the lock file is created in it
     stack.enter_context(folder.locked())
     if isinstance(config, TrainConfig):
         if config.overwrite and folder.config.exists():
@@ -98,7 +98,7 @@ def on_cpu(config: RunConfig) -> bool:
 
 
 @contextmanager
-def surviving(config: RunConfig, way_out: str) -> Iterator[None]:
+def friendly_errors(config: RunConfig, way_out: str) -> Iterator[None]:
     """Convert interruptions, out-of-memory errors and disk errors to a LabError that tells the user what to do.
 
     Args:
@@ -198,11 +198,11 @@ def attach(
     start: Start,
     *,
     tokens_per_step: int,
-    narrated: bool = True,
+    log_evaluations: bool = True,
 ) -> tuple[Recorder, GracefulStop]:
     """Add the callbacks to the trainer; closing `stack`, also after an error, closes their files.
 
-    If `narrated`, the result of each evaluation is printed to stderr.
+    If `log_evaluations`, the result of each evaluation is printed to stderr.
     """
     metrics = Metrics(folder.metrics, up_to_step=start.step, say=say) if processes.is_main else None
     recorder, graceful_stop = Recorder(metrics, tokens_per_step, trainer.evaluation), GracefulStop(processes)
@@ -214,7 +214,7 @@ def attach(
     if metrics is not None:
         stack.callback(metrics.close)
         trainer.before_save(metrics.sync)
-        if narrated:
+        if log_evaluations:
             progress = Progress(recorder, trainer.evaluation, tokens_per_step=tokens_per_step, shown=config.progress)
             stack.callback(progress.close)
             trainer.add_callback(progress)
@@ -275,7 +275,7 @@ def fit(
     """
     if (checkpoint := start.checkpoint) is not None:
         processes.main_first(lambda: require_readable(Path(checkpoint), trainer, processes.count))
-        trainer.continue_mean(checkpoint)
+        trainer.restore_running_loss(checkpoint)
     with graceful_stop.listening():
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
@@ -338,7 +338,7 @@ def save_model(
             model = cast(PreTrainedModel, trainer.model)
             state = {}
             for name, tensor in model.state_dict().items():  # one at a time: the whole model may not fit on a GPU
-                gathered = whole(tensor)
+                gathered = gather_full(tensor)
                 if processes.is_main:
                     state[name] = gathered.cpu()
             if processes.is_main:

@@ -43,12 +43,12 @@ from kvshift.lab.training.answers import ask
 from kvshift.lab.training.running import (
     attach,
     fit,
+    friendly_errors,
     on_cpu,
     open_run,
     peak_memory,
     resolved,
     save_model,
-    surviving,
     training_arguments,
 )
 from kvshift.lab.training.task_trainer import EarlyStopping, TaskTrainer, score
@@ -151,7 +151,7 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
     smaller = (
         f"Give a smaller batch_size (now {config.batch_size}) with a larger accumulation (now {config.accumulation})"
     )
-    with surviving(config, smaller), ExitStack() as stack:
+    with friendly_errors(config, smaller), ExitStack() as stack:
         if not open_run(stack, folder, config, task_options(config)):
             _run(stack, dataclasses.replace(config, **resolved(config)), folder)
     result = folder.read(folder.result)
@@ -201,7 +201,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     )
     tokens = config.accumulation * config.batch_size * task.length
     recorder, graceful_stop = attach(
-        stack, trainer, config, folder, processes, start, tokens_per_step=tokens, narrated=config.progress
+        stack, trainer, config, folder, processes, start, tokens_per_step=tokens, log_evaluations=config.progress
     )
     if config.stop_at is not None:
         before = [line["accuracy"][task.slice_names[0]] for line in read_metrics(folder.metrics, "eval")]

@@ -21,7 +21,7 @@ from kvshift.lab.core.atomic import remove_folder
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.training.callbacks import whole
+from kvshift.lab.training.callbacks import gather_full
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
@@ -146,7 +146,7 @@ def keep_optimizer_state_whole(optimizer: torch.optim.Optimizer) -> None:
 
     def gather(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
-            number: {name: whole(value) for name, value in state.items()}
+            number: {name: gather_full(value) for name, value in state.items()}
             for number, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states}

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.core.atomic import remove_folder, write_json
-from kvshift.lab.core.messages import say, say_nothing
+from kvshift.lab.core.messages import quiet, say
 from kvshift.lab.core.options import to_json
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
@@ -36,13 +36,13 @@ from kvshift.lab.training.probes import check_probes
 from kvshift.lab.training.running import (
     attach,
     fit,
+    friendly_errors,
     fsdp_is_ignored,
     on_cpu,
     open_run,
     peak_memory,
     resolved,
     save_model,
-    surviving,
     training_arguments,
 )
 from kvshift.lab.training.tensor_parallel import check_model, divide, tensor_parallel_size
@@ -73,14 +73,14 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
     config = dataclasses.replace(config, model=resolve_variant(config.model))
     processes = Processes(cpu=on_cpu(config))
     folder = RunFolder(config.out)
-    say = _say if processes.is_main else say_nothing
+    say = _say if processes.is_main else quiet
     disable_progress_bar()  # which transformers shows for every file that it writes
     if not (config.progress and sys.stderr.isatty()):
         disable_progress_bars()  # which datasets shows while text is read and packed
     smaller = (
         f"Give a smaller batch_size (now {config.batch_size}) with the same tokens_per_step, or gradient_checkpointing"
     )
-    with surviving(config, smaller), ExitStack() as stack:
+    with friendly_errors(config, smaller), ExitStack() as stack:
         stack.callback(processes.end)  # also after errors: a process that exits without it may be aborted
         if processes.main_first(lambda: open_run(stack, folder, config, to_json(config))):
             say(f"{config.out} already contains this run, finished; its results are in {folder.result}")

@@ -25,7 +25,7 @@ from kvshift.lab.core.messages import say
 from kvshift.lab.data.order import EndlessStream, ShuffledEpochs
 from kvshift.lab.runs.checkpoints import keep_newest, seal
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.training.callbacks import Evaluation, whole
+from kvshift.lab.training.callbacks import Evaluation, gather_full
 from kvshift.lab.training.optimizer import adamw
 from kvshift.lab.training.probes import probe_heads, probe_targets, summarize_targets
 from kvshift.lab.training.tensor_parallel import keep_optimizer_state_whole, tensor_parallel_size
@@ -94,7 +94,7 @@ class RunTrainer(Trainer):
         if self._tensor_parallel == 1:
             super()._load_from_checkpoint(*args, **kwargs)
 
-    def continue_mean(self, checkpoint: str) -> None:
+    def restore_running_loss(self, checkpoint: str) -> None:
         """Restore a checkpoint's partial sum of losses, so that the next mean that is logged includes earlier steps."""
         path = Path(checkpoint) / _UNLOGGED
         self._unlogged = json.loads(path.read_text()) if path.exists() else {}
@@ -147,8 +147,8 @@ class RunTrainer(Trainer):
                 unlogged = {"after_step": self._globalstep_last_logged, "sums": sums}
                 (folder / _UNLOGGED).write_text(json.dumps(unlogged))
 
-        self._together(folder, write)
-        self._together(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
+        self._collectively(folder, write)
+        self._collectively(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
         if self._processes.is_main:
             keep_newest(folder, self._config.keep_checkpoints, say)
 
@@ -162,7 +162,7 @@ class RunTrainer(Trainer):
             return
         if self.is_deepspeed_enabled:
             self._coefficients = {
-                f"{name}.{parameter_name}": whole(parameter).detach().cpu()
+                f"{name}.{parameter_name}": gather_full(parameter).detach().cpu()
                 for name, module in cast(nn.Module, self.model).named_modules()
                 if isinstance(module, KVShift)
                 for parameter_name, parameter in module.named_parameters(recurse=False)
@@ -193,7 +193,7 @@ class RunTrainer(Trainer):
         declare_plain_llama(folder)
         seal(folder)
 
-    def _together(self, folder: Path, write: Callable[[], None]) -> None:
+    def _collectively(self, folder: Path, write: Callable[[], None]) -> None:
         """Call `write`. If it fails in any process, remove the incomplete checkpoint and stop all processes."""
         problem = None
         try:

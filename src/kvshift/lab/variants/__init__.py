@@ -1,1 +1,1 @@
-"""What an experiment compares: from options to a model."""
+"""Model variants that experiments compare, and the construction of a model from options."""

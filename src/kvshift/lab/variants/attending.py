@@ -1,7 +1,7 @@
-"""For variants that change what attention does with finished queries, keys and values: one body for both families.
+"""The base class of variants that compute attention over the finished queries, keys and values in another way.
 
-A variant's subclass of `Attending` says by `attend` what it does, and stands before the attention of each layer (see
-`prepend_class`); projections, shift, QK-norm, rotary embedding and cache stay those of the family.
+A variant implements `attend` in a subclass of `Attending` and prepends this class to the attention of each layer (see
+`prepend_class`). Projections, shift, QK-norm, rotary embedding and cache remain those of the family.
 
 Shapes: B batch, T positions of this call, K keys, H query heads, G KV heads, D head size.
 """
@@ -20,14 +20,14 @@ from kvshift.models.decoder import ShiftedAttention, shift_into
 
 
 def require_token_mask(attention_mask: Any, variant: str) -> None:
-    """Raise a ValueError for a mask that is not of tokens, (batch, positions): a variant makes its own of pairs."""
+    """Raise a ValueError unless the mask is None or (batch, positions); the variant makes the pairwise mask itself."""
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
         what = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(f"attention_mask must be (batch, positions) or None for {variant}, got {what}")
 
 
 class Attending(ShiftedAttention):
-    """Stands before the attention of the Llamas, or of the lab's GPT-2, which has no cache."""
+    """A mixin for the attention of the Llamas and of the lab's GPT-2, which has no cache."""
 
     def forward(
         self,
@@ -53,19 +53,19 @@ class Attending(ShiftedAttention):
         return self.output(output), weights
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:
-        """What attention gives, (B, T, heads, size), and its weights or None.
+        """Return the output of attention, (B, T, heads, size), and its weights or None.
 
         Args:
             query: (B, H, T, D).
             key, value: (B, G, K, D).
-            where: attention_mask, shift_mask and shift_seq_idx, as `create_masks` made them, and what else a layer got.
+            where: attention_mask, shift_mask and shift_seq_idx from `create_masks`, and the layer's other arguments.
         """
         raise NotImplementedError
 
     def softmax_attention(
         self, query: Tensor, key: Tensor, value: Tensor, *, attention_mask: Tensor | None, **where: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention by the implementation that the configuration names; H is G times `num_key_value_groups`."""
+        """Compute attention with the configured implementation; H must be G times `num_key_value_groups`."""
         implementation = where.pop("attn_implementation", None) or self.config._attn_implementation
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         for name in ("shift_mask", "shift_seq_idx"):

@@ -1,14 +1,14 @@
-"""A small encoder, which sees what follows, with a shift that can look both ways.
+"""A small encoder, in which tokens attend to later tokens too, with a shift in one or both directions.
 
     previous    y[t] = a[0] * x[t] + a[1] * x[t-1]
     next        y[t] = a[0] * x[t] + a[1] * x[t+1]
     both        y[t] = a[0] * x[t] + a[1] * x[t-1] + a[2] * x[t+1]
 
-for keys x = k and values x = v, with numbers of their own for each KV head. Nothing crosses a document boundary, and
-padding is skipped, in either direction: the next token is the next real one. All else is the lab's Llama, but for the
-mask of attention and the output matrix, which is that of the embeddings.
+for keys x = k and values x = v, with separate coefficients for each KV head. In both directions, nothing crosses a
+document boundary, and padding is skipped: the next token is the next real one. Everything else is the lab's Llama,
+except for the attention mask and the output matrix, which is the embedding matrix.
 
-Source: a reviewer of the paper asks for it; the paper has none.
+Source: a reviewer of the paper requested this experiment, which the paper does not have.
 
 Shapes: B batch, T positions, G KV heads, D head size, W coefficients, V vocabulary.
 """
@@ -43,7 +43,7 @@ _ATTENTION = ("eager", "sdpa")
 def shift_both_ways(
     x: Tensor, coefficients: Tensor, direction: str, *, mask: Tensor | None = None, seq_idx: Tensor | None = None
 ) -> Tensor:
-    """The formula above, in float32 (float64 for float64) and rounded once.
+    """Compute the formula above in float32 (float64 for float64), rounded once.
 
     Args:
         x: (B, T, G, D).
@@ -71,11 +71,11 @@ def shift_both_ways(
 
 
 class BidirectionalShift(KVShift):
-    """`shift_both_ways` of keys and values, in the place of an attention's `KVShift`, and with its start values.
+    """Applies `shift_both_ways` to keys and values in place of an attention's `KVShift`, with the same initial values.
 
     Args:
         num_kv_heads: G.
-        options: what is shifted; its window is W.
+        options: targets and initial values of the shift; its window is W.
         direction: see `shift_both_ways`.
     """
 
@@ -84,11 +84,11 @@ class BidirectionalShift(KVShift):
         self.direction = direction
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor, Tensor, None]:
-        """As `KVShift.forward`, for whole sequences: there is no state to continue from.
+        """Shift whole sequences; there is no state to continue from.
 
         Args:
-            q, k, v: as there.
-            call: mask, seq_idx, rotary, norms, as there; keep_state is False.
+            q, k, v: as in `KVShift.forward`.
+            call: mask, seq_idx, rotary and norms, as in `KVShift.forward`; others are ignored.
         """
         where = {name: call.get(name) for name in ("mask", "seq_idx")}
         coefficients = self.coefficients()
@@ -101,7 +101,7 @@ class BidirectionalShift(KVShift):
         return q, k, v, None
 
     def recomputing(self, *_: Any, **__: Any) -> Any:
-        """As `KVShift.recomputing`: backward keeps what attention was given."""
+        """See `KVShift.recomputing`; here autograd saves the inputs of attention and recomputes nothing."""
         return KEEP_ALL
 
 
@@ -111,31 +111,31 @@ class EncoderOptions:
 
     family = "encoder"
     width: int = 64
-    """Model width E; the MLPs have 4 E."""
+    """Model width E; the MLPs have width 4 E."""
     layers: int = 4
-    """Layers."""
+    """Number of layers."""
     heads: int = 4
-    """Heads; each has keys and values of its own."""
+    """Number of heads; each has its own keys and values."""
     direction: Direction = "both"
-    """Where the shift looks: previous, next or both."""
+    """Which neighbours a token is mixed with: previous, next or both."""
     variant: str | None = None
-    """vanilla or kv-shift; None: kv-shift, refined by the fields shift_*."""
+    """vanilla or kv-shift. None: kv-shift, configured by shift_*."""
     shift_targets: tuple[Literal["k", "v"], ...] = ("k", "v")
-    """What the layers shift. With no value after it: nothing, the vanilla model."""
+    """Which of keys and values to shift; with no value after it, none (the vanilla model)."""
     shift_window: int = 3
-    """Tokens mixed, the current one included: 3 for both directions, 2 for one."""
+    """Number of tokens that are mixed, the current one included: 3 for both directions, 2 for one."""
     shift_constraint: Literal["free"] = "free"
     """free: any numbers."""
     shift_init: Literal["uniform", "identity"] = "uniform"
-    """uniform: U(0, 1), summing to 1. identity: (1, 0) or (1, 0, 0), no shift at first."""
+    """uniform: U(0, 1), summing to 1. identity: (1, 0) or (1, 0, 0), initially no shift."""
     freeze_shift: bool = False
-    """Keep the coefficients at their start values."""
+    """Keep the coefficients at their initial values."""
 
     def check(self) -> None:
-        """Raise a LabError that names the field, its value, and what it may be."""
+        """Raise a LabError that names an invalid field, its value and the allowed values."""
         check_choices("model", self)
         check_at_least("model", self, width=1, layers=1, heads=1)
-        pairs = 2 * self.heads  # of numbers, which rotary embedding rotates
+        pairs = 2 * self.heads  # rotary embedding needs heads of even size
         require(self.width % pairs == 0, "model.width", self.width, f"a multiple of 2 heads, {pairs}")
         window = 3 if self.direction == "both" else 2
         require(
@@ -152,7 +152,7 @@ class EncoderOptions:
 
 @strict
 class EncoderConfig(UncachedConfig, KVShiftLlamaConfig):
-    """The fields of `KVShiftLlamaConfig`, of which shift_window follows from the direction.
+    """The configuration of an encoder: the fields of `KVShiftLlamaConfig`, where shift_window must fit the direction.
 
     Args:
         shift_direction: see `shift_both_ways`.
@@ -165,7 +165,7 @@ class EncoderConfig(UncachedConfig, KVShiftLlamaConfig):
 
 
 class EncoderModel(UncachedDecoder, KVShiftLlamaModel):
-    """The layers: every token of a document sees all others of it, and no padding."""
+    """The layers of an encoder: every token attends to all tokens of its document, and to no padding."""
 
     config: EncoderConfig
     config_class = EncoderConfig
@@ -180,7 +180,7 @@ class EncoderModel(UncachedDecoder, KVShiftLlamaModel):
     def prepare_inputs(
         self, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, Tensor | None], Tensor]:
-        """As `ShiftedDecoder.prepare_inputs`, with another mask of attention."""
+        """Prepare a call like `ShiftedDecoder.prepare_inputs`, but with a bidirectional attention mask."""
         if self.config._attn_implementation not in _ATTENTION:
             raise ValueError(
                 f"attn_implementation must be one of {', '.join(_ATTENTION)} for an encoder, "
@@ -193,7 +193,7 @@ class EncoderModel(UncachedDecoder, KVShiftLlamaModel):
 
 
 class LabEncoder(KVShiftLlamaPreTrainedModel):
-    """An encoder for a task: scores of tokens at every position. What follows is seen too, so there is no cache."""
+    """An encoder for tasks, which scores tokens at every position. Tokens attend to later ones, so it has no cache."""
 
     decodes_with_cache = False
     config: EncoderConfig
@@ -206,17 +206,17 @@ class LabEncoder(KVShiftLlamaPreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
-        """Logits, and their mean cross-entropy with the labels.
+        """Return the logits and their mean cross-entropy with the labels.
 
         Args:
             input_ids: (B, T).
-            labels: (B, T), as tasks have them: the output at t - 1 is compared with labels[t]; -100 counts for nothing.
-            kwargs: attention_mask, position_ids, seq_idx, cu_seq_lens_q, as in `KVShiftLlamaModel.forward`.
+            labels: (B, T). The output at t - 1 is compared with labels[t]; positions with -100 are ignored.
+            kwargs: attention_mask, position_ids, seq_idx and cu_seq_lens_q, as in `KVShiftLlamaModel.forward`.
 
         Returns:
             `loss`, None without labels, and `logits` (B, T, V).
         """
-        in_batch = kwargs.pop("num_items_in_batch", None)  # of Trainer: labels in all batches of a step
+        in_batch = kwargs.pop("num_items_in_batch", None)  # from Trainer: number of labels in all batches of a step
         hidden = self.model(input_ids, **{**kwargs, "use_cache": False}).last_hidden_state
         logits = F.linear(hidden, self.model.embed_tokens.weight)
         loss = None
@@ -226,12 +226,12 @@ class LabEncoder(KVShiftLlamaPreTrainedModel):
 
 
 def encoder_config(options: EncoderOptions, *, vocab_size: int, length: int) -> EncoderConfig:
-    """The configuration of the encoder that the options describe.
+    """Return the configuration of the encoder that the options describe.
 
     Args:
-        options: of the model.
-        vocab_size: tokens of the task.
-        length: T, of its sequences.
+        options: options of the model.
+        vocab_size: number of tokens of the task.
+        length: T, the length of its sequences.
     """
     options.check()
     return EncoderConfig(
@@ -244,14 +244,14 @@ def encoder_config(options: EncoderOptions, *, vocab_size: int, length: int) -> 
         max_position_embeddings=length,
         bos_token_id=None,
         eos_token_id=None,
-        tie_word_embeddings=False,  # the one matrix is used twice, which transformers need not know
+        tie_word_embeddings=False,  # `forward` uses the embedding matrix itself, so nothing needs tying
         shift_direction=options.direction,
         **ShiftOptions.of(options).as_fields(),
     )
 
 
 def _bidirectional_mask(x: Tensor, real: Tensor | None, documents: Tensor | None) -> Tensor:
-    """(B, 1, T, T), what is added to scores: a token sees what is real of its own document, and itself."""
+    """Return the additive mask, (B, 1, T, T), with which a token attends to its document's real tokens and itself."""
     batch, positions = x.shape[:2]
     seen = torch.eye(positions, dtype=torch.bool, device=x.device).expand(batch, -1, -1)
     others = torch.ones(batch, 1, positions, dtype=torch.bool, device=x.device) if real is None else real.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""From the options of a run to its model: which size, which variant, and with which weights it starts."""
+"""Build the model of a run from its options: size, variant and initial weights."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _SIZES = (
 def llama_config(
     options: ModelConfig, *, vocab_size: int, sequence_length: int, base: Mapping[str, Any] | None = None
 ) -> KVShiftLlamaConfig:
-    """The configuration of the model that `options` describe.
+    """Return the configuration of the model that `options` describe.
 
     Args:
-        options: of the run.
-        vocab_size: tokens of the tokenizer.
-        sequence_length: of the training sequences.
-        base: fields that the options stand above; None: those of `options.size` or `options.config`.
+        options: model options of the run.
+        vocab_size: number of tokens of the tokenizer.
+        sequence_length: length of the training sequences.
+        base: fields that the options override; None for those of `options.size` or `options.config`.
     """
     base = {**(_base(options) if base is None else base), **given_fields(options)}
     if options.rope_theta is not None:
@@ -58,7 +58,7 @@ def llama_config(
             "the model needs at least as many, or the data another tokenizer"
         )
     base["max_position_embeddings"] = max(base.get("max_position_embeddings", 0), sequence_length)
-    # Generation must not stop at, or pad with, numbers that belong to another tokenizer.
+    # Generation must not stop at, or pad with, token ids of another tokenizer.
     base |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
     try:
         config = KVShiftLlamaConfig(**base)
@@ -80,12 +80,12 @@ def llama_config(
 
 
 def describe(options: ModelConfig | GPT2Options | EncoderOptions, *, vocab_size: int, length: int) -> Size:
-    """The size that options of any family describe.
+    """Return the model configuration that options of any family describe.
 
     Args:
-        options: of the model.
-        vocab_size: tokens of the tokenizer or the task.
-        length: of the training sequences.
+        options: model options.
+        vocab_size: number of tokens of the tokenizer or the task.
+        length: length of the training sequences.
     """
     return _DESCRIBED[type(options)](options, vocab_size, length)
 
@@ -93,15 +93,15 @@ def describe(options: ModelConfig | GPT2Options | EncoderOptions, *, vocab_size:
 def build_model(
     size: Size, *, seed: int, variant: str | None = None, freeze_shift: bool = False, zero_outputs: bool = False
 ) -> KVShiftLlamaForCausalLM:
-    """A model of some size.
+    """Build a model of the given size and variant.
 
     Args:
-        size: of the model.
-        seed: of its weights.
-        variant: its name; None: what the size itself says, KV shift or vanilla. See `Variant.build`.
-        freeze_shift: keep the coefficients of a shift at their start values.
-        zero_outputs: let `o_proj` and `down_proj`, through which attention and MLP of a Llama add to the residual
-            stream, start at 0 (modded-nanogpt, BlaGPT). All other weights start as without it.
+        size: configuration of the model.
+        seed: random seed of its weights; see `Variant.build`.
+        variant: name of the variant; None for KV shift or vanilla, depending on the size's `shift_targets`.
+        freeze_shift: whether to keep the coefficients of the shift at their initial values.
+        zero_outputs: whether to initialise `o_proj` and `down_proj`, the output projections of a Llama's attention and
+            MLP, to 0 (modded-nanogpt, BlaGPT). The initial values of all other weights do not change.
     """
     model: Any = find_variant(variant or "kv-shift", "model.variant").build(size, seed=seed)
     for layer in shift_layers(model):
@@ -114,15 +114,15 @@ def build_model(
 
 
 def with_vanilla_parameters(options: ModelConfig) -> ModelConfig:
-    """The options with MLPs so much narrower that the model has as many parameters as vanilla with the old ones.
+    """Return the options with an MLP width at which the model has as many parameters as vanilla at the given width F.
 
         intermediate_size = F - round(added / (3 E layers))
 
-    It is exact to half of 3 E layers parameters. Weights of another shape do not start as the vanilla twin's do, nor
-    do those that are drawn after them.
+    The parameter counts agree to within half of 3 E layers. Weights that change their shape, and all weights drawn
+    after them, no longer have the initial values of the vanilla model.
 
     Args:
-        options: with a variant, as `with_variant` makes them.
+        options: options with a variant, as returned by `with_variant`.
     """
     size = llama_config(options, vocab_size=1, sequence_length=1)
     added = find_variant(options.variant or "kv-shift").added_parameters(size)
@@ -133,10 +133,11 @@ def with_vanilla_parameters(options: ModelConfig) -> ModelConfig:
 
 
 def declare_plain_llama(folder: Path) -> None:
-    """Let the config.json of a saved model say llama, where nothing in it differs from transformers' own Llama.
+    """Change the model type in a saved model's config.json to llama if the model equals transformers' Llama.
 
-    A vanilla twin has the weights of a Llama under their usual names, so that programs which do not know this package
-    can load it. A model with shift, QK-norm or a sliding window stays as it is, and so does one of another family.
+    The weights of a vanilla model have the names that transformers' Llama uses, so programs that do not know this
+    package can then load it. Models with shift, QK-norm or a sliding window, and those of other families, are not
+    changed.
     """
     path = folder / "config.json"
     if not path.exists():  # a checkpoint in shards has none
@@ -152,7 +153,7 @@ def declare_plain_llama(folder: Path) -> None:
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:
-    """All "parameters", and "shift_parameters", those among them that are coefficients of the shift."""
+    """Count all "parameters", and the "shift_parameters" among them, which are the coefficients of the shift."""
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "shift_parameters": sum(p.numel() for layer in shift_layers(model) for p in layer.parameters()),
@@ -160,7 +161,7 @@ def count_parameters(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _check_numbers(base: dict[str, Any]) -> None:
-    """Raise a LabError for what transformers would not check, or would report without the name of the option."""
+    """Raise a LabError for values that transformers would not check, or would report without naming the option."""
     for name in _SIZES:
         value = base.get(name, 1)
         whole = value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31)
@@ -197,7 +198,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise LabError(f"model.config: {path} is of model_type {kind!r}; expected llama or kvshift_llama")
     for of_weights in ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"):
         values.pop(of_weights, None)
-    # The last four: as older versions of transformers wrote them, and properties that it writes besides the fields.
+    # The last four names below are fields of older versions of transformers, or properties that it also saves.
     known = [field.name for field in fields(KVShiftLlamaConfig)]
     for name in values:
         if name not in (*known, "rope_theta", "rope_scaling", "layer_types", "output_attentions"):
@@ -205,7 +206,7 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-# By the options of a family: from them, the size of the vocabulary and the length of a sequence to its configuration.
+# For each class of options, a function from options, vocabulary size and sequence length to the configuration.
 _DESCRIBED: dict[type, Callable[[Any, int, int], Size]] = {
     ModelConfig: lambda options, tokens, length: llama_config(options, vocab_size=tokens, sequence_length=length),
     GPT2Options: lambda options, tokens, length: gpt2_config(options, vocab_size=tokens, length=length),

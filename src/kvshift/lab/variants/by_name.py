@@ -1,6 +1,6 @@
-"""All variants by the name that a user types: what figures call each, in which color, and what refines it.
+"""All variants by the name that a user types, with their labels, colors and the options that a name implies.
 
-A variant's module is imported when one of its models is built or loaded; this one imports nothing that takes time.
+The module of a variant is imported only when one of its models is built or loaded, so this module imports quickly.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from kvshift.lab.core.errors import LabError
 if TYPE_CHECKING:
     from kvshift.lab.variants.variant import Variant
 
-# Of a run with the options `ModelConfig`, `GPT2Options` or `EncoderOptions`.
+# The model options of a run: `ModelConfig`, `GPT2Options` or `EncoderOptions`.
 _Options = TypeVar("_Options")
 
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """A variant.
+    """The name of a variant, its label and color in figures, and where it is defined.
 
     Attributes:
-        name: what a user types.
-        label: in tables and figures.
-        color: in all figures. The colour-blind can tell those of the first lines apart.
-        module: of `kvshift.lab.variants`, whose `MODEL_VARIANTS` has it.
-        shifts: whether it is KV shift, of which the options `shift_*` say the rest.
-        fixes: those of these options that the name itself says.
+        name: name that a user types.
+        label: name in tables and figures.
+        color: color in all figures. The colors of the first entries are distinguishable for colour-blind readers.
+        module: module of `kvshift.lab.variants` whose `MODEL_VARIANTS` contains the variant.
+        shifts: whether the variant is KV shift, which the options `shift_*` configure.
+        fixes: values of the options `shift_*` that the name implies.
     """
 
     name: str
@@ -77,32 +77,32 @@ VARIANTS: Mapping[str, VariantEntry] = {
 }
 
 PAIR = ("kv-shift", "vanilla")
-"""KV shift, and what it is compared with."""
+"""The names of KV shift and of its baseline."""
 
 
 def find_entry(name: str, where: str = "variant") -> VariantEntry:
-    """The entry of that name; `where` is what a LabError calls the option."""
+    """Return the entry called `name`; a LabError for an unknown name calls the option `where`."""
     if name not in VARIANTS:
         raise LabError(f"{where} must be one of {', '.join(VARIANTS)}, got {name!r}")
     return VARIANTS[name]
 
 
 def find_variant(name: str, where: str = "variant") -> Variant:
-    """The variant of that name, whose module is imported; all that are KV shift with given options are "kv-shift"."""
+    """Import the module of a variant and return the variant; all names that stand for KV shift return "kv-shift"."""
     entry = find_entry(name, where)
     variants = import_module(f"kvshift.lab.variants.{entry.module}").MODEL_VARIANTS
     return next(variant for variant in variants if variant.name == ("kv-shift" if entry.shifts else name))
 
 
 def with_variant(options: _Options, name: str) -> _Options:
-    """The options of a model with the variant of that name; what refines a shift is left out where nothing shifts.
+    """Return the options with the named variant; without shift, the options of the shift have their defaults.
 
-    KV shift and vanilla are said by the options `shift_*` alone, also where a name says these options, so that a run is
-    the same by either.
+    KV shift and vanilla are expressed by the options `shift_*` alone, even when a name implies these options. A run
+    therefore has the same options whether its variant was given by name or by `shift_*`.
 
     Args:
         options: a `ModelConfig`, `GPT2Options` or `EncoderOptions`.
-        name: of the variant.
+        name: name of the variant.
     """
     given: Any = options
     entry = find_entry(name)
@@ -113,10 +113,10 @@ def with_variant(options: _Options, name: str) -> _Options:
 
 
 def resolve_variant(options: _Options) -> _Options:
-    """The options with what follows from `variant`, checked; as they are where it is None.
+    """Check the options and return them with the values that `variant` implies; unchanged if it is None.
 
     Raises:
-        LabError: there is no such variant, or an option of the shift contradicts it.
+        LabError: the variant does not exist, or an option of the shift contradicts it.
     """
     given: Any = options
     if given.variant is None:
@@ -137,9 +137,9 @@ def resolve_variant(options: _Options) -> _Options:
 
 
 def variant_of(model: Mapping[str, Any]) -> str:
-    """The name of a run's variant, from what was recorded of its model.
+    """Return the name of a run's variant, given the recorded options of its model.
 
-    It is "kv-shift" for every combination of the options `shift_*` that has no name of its own.
+    The name is "kv-shift" for every combination of the options `shift_*` that has no more specific name.
     """
     if model.get("variant") is not None:
         return model["variant"]
@@ -150,7 +150,7 @@ def variant_of(model: Mapping[str, Any]) -> str:
 
 
 def label_of(model: Mapping[str, Any]) -> str:
-    """What tables and figures call a run's variant, from what was recorded of its model: "vanilla", "K-shift" ..."""
+    """Return the label of a run's variant, such as "vanilla" or "K-shift", given the recorded options of its model."""
     name = variant_of(model)
     if name != "kv-shift":
         return find_entry(name).label
@@ -161,12 +161,12 @@ def label_of(model: Mapping[str, Any]) -> str:
 
 
 def shift_label(targets: Sequence[str]) -> str:
-    """What tables and figures call a model that shifts these of "q", "k", "v"."""
+    """Return the label of a model that shifts the given targets, a subset of "q", "k" and "v"."""
     return f"{''.join(targets).upper()}-shift" if targets else VARIANTS["vanilla"].label
 
 
 def _shift_fields(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What `VariantEntry.fixes` may hold, from what was recorded of a model."""
+    """Return the values of all fields that `VariantEntry.fixes` may contain, given the recorded options of a model."""
     return {
         "shift_targets": tuple(sorted(model.get("shift_targets") or "kv", key="qkv".index)),
         "shift_window": model.get("shift_window") or 2,
@@ -175,5 +175,5 @@ def _shift_fields(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refinements(options: Any) -> list[tuple[str, Any]]:
-    """The fields that say how something is shifted, and their defaults."""
+    """Return the names and defaults of the fields that configure the shift."""
     return [(item.name, item.default) for item in fields(options) if item.name.startswith(("shift_", "freeze_shift"))]

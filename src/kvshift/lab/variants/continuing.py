@@ -1,6 +1,6 @@
-"""Continue sequences of tokens: what stands around each call of `model.generate`.
+"""Continue token sequences with `model.generate`, with padding, a seed and a check of the logits.
 
-Shapes: N prompts, P tokens of the longest, S continuations of each, L new tokens of the longest.
+Shapes: N prompts, P tokens of the longest prompt, S continuations of each, L new tokens of the longest continuation.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from kvshift.lab.variants.uncached import decodes_with_cache
 
 
 def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, *, seed: int, **kwargs: Any) -> Tensor:
-    """What the model writes after each prompt; torch's own generators are left as they were.
+    """Return the tokens that the model generates after each prompt, leaving torch's global generators unchanged.
 
     Prompts of unequal length are padded on the left; each is continued as it would be alone.
 
     Args:
-        model: from `input_ids` and `attention_mask`, with `generate`.
-        prompts: (P,) int64 each, P >= 1.
-        how: all of it, its `pad_token_id` too; but for `use_cache`, which is as `decodes_with_cache` says.
-        seed: of what is drawn.
-        kwargs: for `model.generate`.
+        model: a model with `generate` that takes `input_ids` and `attention_mask`.
+        prompts: a tensor (P,) int64 per prompt, P >= 1.
+        how: the complete generation settings, `pad_token_id` included. Only `use_cache` is replaced, by the result of
+            `decodes_with_cache`.
+        seed: random seed of the sampling.
+        kwargs: further arguments of `model.generate`.
 
     Returns:
-        (N S, L) int64, the S of one prompt one after the other; behind the end of a sequence stands padding.
+        (N S, L) int64. The S continuations of a prompt are consecutive rows, padded after their ends.
 
     Raises:
         RunFailedError: the logits of a next token are not finite.
@@ -55,7 +56,7 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
 
 
 def _refuse_not_finite(ids: Tensor, scores: Tensor) -> Tensor:
-    """Of (n, vocabulary) scores; -inf is a token that is ruled out, and a token must be left."""
+    """Raise an error unless each row of scores (n, vocabulary) has a finite maximum; -inf marks an excluded token."""
     if not scores.amax(-1).isfinite().all():
         raise RunFailedError(
             f"model: its logits are not finite after {ids.shape[1]} tokens, so that no next token can be chosen; "

@@ -1,10 +1,10 @@
-"""Causal convolutions of keys and values, channel by channel: KV shift with its numbers for each channel of a head.
+"""Causal convolutions of keys and values: KV shift with separate coefficients for each channel of a head.
 
     y[t, c] = weight[c, 0] * x[t, c] + weight[c, 1] * x[t-1, c] + ... + weight[c, W-1] * x[t-W+1, c],    + x[t, c]
 
-where the last term, the residual, is an option.
-Weights are float32 and stay so in a smaller model, the sum is float32 (float64 of float64), rounded once. Documents,
-padding and state are those of `kvshift.kv_shift`: no tap crosses a boundary or reads padding.
+where the last term, the residual, is optional. Weights are float32, even in a model of a smaller dtype. The sum is
+computed in float32 (float64 for float64) and rounded once. Documents, padding and state are handled as in
+`kvshift.kv_shift`: no tap crosses a boundary or reads padding.
 
 Shapes: B batch, T positions, G KV heads, D head size, C = G * D channels, W window.
 """
@@ -27,14 +27,14 @@ from kvshift.ops.torch_ops import pick, state_after
 def convolve(
     x: Tensor, weight: Tensor, rows: Tensor | None = None, plan: ShiftPlan | None = None, *, residual: bool = False
 ) -> Tensor:
-    """The formula above.
+    """Return y by the formula above, (B, T, G, D).
 
     Args:
         x: (B, T, G, D).
         weight: (C, W), column j for lag j.
-        rows: the raw rows before, newest last, (B, R, G, D) with R >= W - 1; None for zeros.
-        plan: who reads whom, for padding and documents; None where every sequence is one piece.
-        residual: whether x itself is added.
+        rows: the raw rows before x, newest last, (B, R, G, D) with R >= W - 1; None for zeros.
+        plan: which position reads which rows, for padding and documents; None if every row is one sequence.
+        residual: whether to add x itself.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     window, length = weight.shape[1], x.shape[1]
@@ -51,19 +51,19 @@ def convolve(
 
 
 class ChannelConvolution(TokenMixing, KVShift):
-    """Convolves keys and values, each channel of each KV head with weights of its own.
+    """Convolves keys and values, with separate weights for each channel of each KV head.
 
     Args:
-        heads: of the attention.
+        heads: sizes of the attention.
         window: W.
-        residual: whether the token itself is added.
-        start: "uniform": as KV shift starts, U(0, 1) and a last weight that makes the sum 1. "fan_in": as a
-            `torch.nn.Conv1d` does, U(-1, 1) / sqrt(W). "normal": N(0, initializer_range^2).
+        residual: whether to add the token itself.
+        start: initialisation. "uniform": as in KV shift, U(0, 1), with a last weight that makes the sum 1. "fan_in": as
+            in `torch.nn.Conv1d`, U(-1, 1) / sqrt(W). "normal": N(0, initializer_range^2).
         after_norm: see `TokenMixing`.
 
     Attributes:
         alpha, beta: (C, W), the weights of keys and of values.
-        per_head: no; runs neither record nor draw numbers for each channel, of which there are many.
+        per_head: False, so that `shift_layers` omits it: runs do not record its many weights as shift coefficients.
     """
 
     per_head = False
@@ -113,17 +113,17 @@ def _variant(name: str, window: int, **options: Any) -> MixingVariant:
 
 
 MODEL_VARIANTS = (
-    # KV shift, place and start values (U(0, 1), summing to 1) included, with its four numbers for each channel of a
-    # head in place of each head, so that a comparison of the two is of nothing but this.
+    # The same as KV shift, in the same place and with the same initialisation (U(0, 1), summing to 1), but with four
+    # coefficients for each channel of a head instead of each head. A comparison of the two shows the effect of this.
     _variant("conv-2", 2),
-    # A Canon layer:  weight ~ U(-1/2, 1/2) at first. It stands after QK-norm, where there is one, and before rotary
-    # embedding, as Canon-B does in its source, which mixes queries too. 8 numbers for each channel of a head.
+    # A Canon layer, initialised from U(-1/2, 1/2). It is applied after QK-norm, if any, and before rotary embedding,
+    # like Canon-B in its source, which also mixes queries. It has 8 weights for each channel of a head.
     # Source: Allen-Zhu, Physics of Language Models: Part 4.1 (2025); PhysicsLM4,
     # lingua_modified/lingua/canon_helper.py.
     _variant("canon", 4, residual=True, start="fan_in", after_norm=True),
-    # The convolution that Inkling is deployed with:  weight ~ N(0, initializer_range^2) at first. It stands right after
-    # the projections, before the norm of the keys. Inkling convolves what attention and MLP add to the residual stream
-    # too, which this does not; how the weights start is that of transformers, not known of its training.
+    # The convolution of the released Inkling, initialised from N(0, initializer_range^2). It is applied right after the
+    # projections, before the norm of the keys. Inkling also convolves the outputs of attention and MLP, which this
+    # variant does not. The initialisation is that of transformers; the one used in Inkling's training is not known.
     # Source: transformers, models/inkling, InklingShortConvolution and InklingAttention.
     _variant("inkling", 4, residual=True, start="normal"),
 )

@@ -1,18 +1,18 @@
-"""The Differential Transformer: each head subtracts one attention from another, which cancels what both attend to.
+"""The Differential Transformer: each head subtracts one attention map from another, which cancels their common part.
 
     head = softmax(q1 k1^T / sqrt(d)) v - lambda softmax(q2 k2^T / sqrt(d)) v        q1, q2, k1, k2 of size d, v of 2d
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
     lambda_init = 0.8 - 0.6 exp(-0.3 l)                                              l = 0 in the first layer
     output = (1 - lambda_init) RMSNorm(head)            over the 2d of each head, one gain for all of them, eps 1e-5
 
-The four vectors lambda_.. of each layer start as N(0, 0.1^2). The two keys of a KV head, and its value, serve the pairs
-of as many query heads as in vanilla (grouped queries). A head is as large as vanilla's, so that d is half of that
-(12 x 32 at the paper's 0.2B) and all projections have vanilla's shapes. QK-norm, where the size asks for it, is an
-RMSNorm over each of q1, q2, k1, k2, before the rotary embedding.
+The four vectors lambda_.. of each layer are initialised from N(0, 0.1^2). The two keys and the value of a KV head serve
+as many query heads, each with a pair of queries, as in vanilla (grouped queries). Heads have vanilla's size, so d is
+half of that size (12 x 32 at the paper's 0.2B) and all projections have vanilla's shapes. QK-norm, if configured, is
+an RMSNorm over each of q1, q2, k1, k2, before the rotary embedding.
 
-Dimensions 0 .. d/2 and d .. 3d/2 of a head are the first of its pair, the others the second: then the pairs that
-rotate together, and the two halves of all keys in the cache, stand where vanilla's do. The source splits a head in the
-middle and rotates neighbouring dimensions; at random start values that is a matter of names.
+Dimensions 0 .. d/2 and d .. 3d/2 of a head belong to the first of its pair, the others to the second. The dimensions
+that rotate together, and the two halves of all cached keys, are therefore where vanilla has them. The source splits a
+head in the middle and rotates neighbouring dimensions; for randomly initialised weights, only the order differs.
 
 Source: Ye et al., Differential Transformer (2024), equations 1 to 3 and section 3.1; their code
 (microsoft/unilm, Diff-Transformer/multihead_flashdiff_1.py).
@@ -41,9 +41,9 @@ from kvshift.models.retrofit.family import add_child
 
 
 def split_pair(x: Tensor) -> Tensor:
-    """(B, 2H, T, D) of heads (B, H, T, D): of each the first of its pair and the second, the other's dimensions 0.
+    """Split heads (B, H, T, D) into their pairs, (B, 2H, T, D), each with the dimensions of the other set to 0.
 
-    A product with whole keys is then one with its own half of them.
+    The product of either member with a whole key is then its product with the corresponding half of the key.
     """
     second_D = (torch.arange(x.shape[-1], device=x.device) // (x.shape[-1] // 4)) % 2 == 1
     pair_2D = torch.stack([~second_D, second_D]).unsqueeze(1)
@@ -51,7 +51,7 @@ def split_pair(x: Tensor) -> Tensor:
 
 
 class Differential(nn.Module):
-    """The formula above, from the attention of both of each pair on.
+    """Combines the attention outputs of each pair by the formula above.
 
     Args:
         head_size: D.
@@ -59,7 +59,7 @@ class Differential(nn.Module):
 
     Attributes:
         lambda_q1, lambda_k1, lambda_q2, lambda_k2: (d,).
-        norm: of the heads; its gain is (D,).
+        norm: RMSNorm over each head; its gain is (D,).
     """
 
     def __init__(self, head_size: int, layer_idx: int) -> None:
@@ -71,7 +71,7 @@ class Differential(nn.Module):
         self.norm = nn.RMSNorm(head_size, eps=1e-5)
 
     def forward(self, heads: Tensor) -> Tensor:
-        """(B, T, H, D) of (B, T, 2H, D); the arithmetic is that of float32, rounded once."""
+        """Combine (B, T, 2H, D) to (B, T, H, D), computed in float32 (float64 for float64) and rounded once."""
         dtype = torch.promote_types(heads.dtype, torch.float32)
         first, second = heads.to(dtype).unflatten(2, (-1, 2)).unbind(3)
         pairs = (self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2)
@@ -82,7 +82,7 @@ class Differential(nn.Module):
 
 
 class PairNorm(nn.Module):
-    """RMSNorm over each of the two in a head of queries or keys, (..., D), with a gain (d,) that all share."""
+    """RMSNorm over each member of the pairs in query or key heads, (..., D), with one gain (d,) for all."""
 
     def __init__(self, head_size: int, eps: float) -> None:
         super().__init__()
@@ -91,16 +91,14 @@ class PairNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        chunks = x.to(dtype).unflatten(
-            -1, (2, 2, -1)
-        )  # which of the dimensions that rotate together, which of the pair
+        chunks = x.to(dtype).unflatten(-1, (2, 2, -1))  # axes: half of the rotated dimensions, member of the pair, rest
         normed = chunks * torch.rsqrt(chunks.square().mean((-3, -1), keepdim=True) + self.eps)
         gain = self.weight.to(dtype).unflatten(0, (2, 1, -1))
         return (normed * gain).flatten(-3).to(x.dtype)
 
 
 class PairRotaryEmbedding(LlamaRotaryEmbedding):
-    """Tables as wide as a head, made of those of size d for both of its pair."""
+    """Rotary tables of head size D, in which the tables of size d are repeated for both members of a pair."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = super().forward(x, position_ids)
@@ -116,7 +114,7 @@ class _DifferentialAttention(Attending):
 
 
 def _differ(model: Any) -> None:
-    """Of the Llamas. A shift mixes both keys of a head by the same numbers."""
+    """Make a Llama differential, in place. A shift mixes both keys of a KV head with the same coefficients."""
     config = model.config
     kv_heads, merged = config.num_key_value_heads, 2 if config.halve_heads else 1
     if kv_heads % merged:
@@ -153,7 +151,7 @@ def _make_differential(attention: Any, head_size: int, *, groups: int) -> None:
     add_child(attention, "differential", Differential(head_size, attention.layer_idx))
 
 
-# The field `halve_heads`: half as many query and KV heads, each twice as large: the source's choice (6 x 64 at 0.2B).
+# `halve_heads` selects half as many query and KV heads, each twice as large, as in the source (6 x 64 at 0.2B).
 _LLAMA = variant_class(KVShiftLlamaForCausalLM, "Differential", _differ, fields={"halve_heads": (bool, False)})
 _OF_TEXT = {KVShiftLlamaConfig: _LLAMA}
 
@@ -162,6 +160,6 @@ MODEL_VARIANTS = (
         name="differential", models={**_OF_TEXT, LabGPT2Config: variant_class(LabGPT2, "Differential", _differ_gpt2)}
     ),
     ModelVariant(name="differential-wide", models=_OF_TEXT, fields={"halve_heads": True}),
-    # alpha mixes both keys of a KV head, beta its value.
+    # Here alpha mixes both keys of a KV head, and beta mixes its value.
     ModelVariant(name="differential-kv-shift", models=_OF_TEXT, fields={"shift_targets": ["k", "v"]}),
 )

@@ -1,13 +1,14 @@
-"""The data-dependent shift of the Forgetting Transformer (FoX): how much of the token before, each token says itself.
+"""The data-dependent shift of the Forgetting Transformer (FoX), gated by the hidden state of each token.
 
     y[t] = a[t] * x[t-1] + (1 - a[t]) * x[t],    a[t] = sigmoid(w . h[t]),    x[t-1] = 0 where a document begins
 
-for keys x = k and for values x = v, each head with a w of its own for either; h is what the projections are given. It
-stands before the norm of the keys. 2 E numbers for each KV head, without bias, N(0, initializer_range^2) at first.
+for keys x = k and values x = v. Each KV head has one w for keys and another for values; h is the input of the
+projections. The shift is applied before the norm of the keys. It has 2 E parameters per KV head and no bias, and is
+initialised from N(0, initializer_range^2).
 
 Source: Lin, Nikishin, He, Courville: Forgetting Transformer (ICLR 2025, arXiv 2503.02130), the KV-shift of its Pro
 block; `ShiftLinear` in zhixuan-lin/forgetting-transformer. The rest of that block (forget gate, output gate and norm)
-is not part of this.
+is not implemented here.
 
 Shapes: B batch, T positions, G KV heads, D head size, E model width.
 """
@@ -26,10 +27,10 @@ from kvshift.ops import ShiftState
 
 
 class FoXShift(TokenMixing):
-    """The formula above; the arithmetic is that of float32, rounded once.
+    """The formula above, computed in float32 (float64 for float64) and rounded once.
 
     Attributes:
-        key_gate, value_gate: (G, E), a w for each KV head.
+        key_gate, value_gate: (G, E), the w of each KV head.
     """
 
     def __init__(self, heads: Heads) -> None:
@@ -41,7 +42,7 @@ class FoXShift(TokenMixing):
 
     @contextmanager
     def reading(self, hidden_states: Tensor) -> Iterator[None]:
-        """While it is open, the gates are those of the tokens with these hidden states, (B, T, E)."""
+        """While this context is open, use the gates of tokens with these hidden states, (B, T, E)."""
         dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
         h_BTE = hidden_states.to(dtype)
         key_gate, value_gate = (torch.sigmoid(h_BTE @ w.to(dtype).T) for w in (self.key_gate, self.value_gate))
@@ -54,7 +55,7 @@ class FoXShift(TokenMixing):
     def mix(
         self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, ShiftState]:
-        """See `TokenMixing.mix`."""
+        """See `TokenMixing.mix`; call it inside `reading`."""
         if self._gates is None:
             raise RuntimeError("the gates are not known: call it within `reading`, as its attention does")
         all_rows, max_rows = ((None, None), 1) if state is None else ((state.k, state.v), state.max_rows)
@@ -66,13 +67,13 @@ class FoXShift(TokenMixing):
 
 
 def _shifted(x: Tensor, gate: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-    """The formula for (B, T, G, D) and gates (B, T, G, 1), and the rows after the last token; as `shift_tokens`."""
+    """Apply the formula to x (B, T, G, D) with gates (B, T, G, 1); return y and the next state, as `shift_tokens`."""
     before, rows = tokens_before(x, **where)
     return torch.lerp(x.to(gate.dtype), before.to(gate.dtype), gate).to(x.dtype), rows
 
 
 class _ReadByShift:
-    """Stands before an attention: its shift sees what the projections see."""
+    """A mixin for an attention that gives the input of its projections to its shift, too."""
 
     shift: Any
 

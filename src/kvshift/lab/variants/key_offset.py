@@ -1,13 +1,13 @@
-"""The partial key offset: half of each key head is the token's before, so that one layer can be an induction head.
+"""The partial key offset: half of each key comes from the previous token, so that one layer can be an induction head.
 
     y[t, d] = k[t-1, d] for d in D/4 .. D/2 and 3D/4 .. D,    k[t, d] for the others and where a document begins
 
-It stands in the place of the shift, after the projections and before QK-norm and rotary embedding, whose slow half of
-frequencies these are. Nothing is learned. "key-offset-whole" is the same of all
-dimensions, KV shift with alpha = (0, 1) and beta = (1, 0), but that a key stays its own where a document begins.
+It replaces the shift, after the projections and before QK-norm and rotary embedding; the offset dimensions have the
+slower half of the rotary frequencies. Nothing is learned. "key-offset-whole" offsets all dimensions. It equals KV shift
+with alpha = (0, 1) and beta = (1, 0), except that keys are unchanged where a document begins.
 
-Source: modded-nanogpt (pull request 169), where these dimensions are not rotated, documents are not kept apart, and
-the keys are changed in place, through a view of themselves, which is not deterministic (issue 335); here they are not.
+Source: modded-nanogpt (pull request 169). There, these dimensions are not rotated, documents are not kept apart, and
+keys are changed in place through a view of themselves, which is not deterministic (issue 335); here, a copy is made.
 
 Shapes: B batch, T positions, G KV heads, D head size, R rows of state.
 """
@@ -32,16 +32,16 @@ def offset_keys(
     seq_idx: Tensor | None = None,
     max_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The formula above; a token all of whose keys are exactly 0 counts as padding.
+    """Offset keys by the formula above; a token whose keys are all exactly 0 counts as padding.
 
     Args:
         k: (B, T, G, D), D a multiple of 4.
-        rows, max_rows: the raw keys before, (B, R, G, D), and how many to return; as in `kvshift.ops.shift_tokens`.
-        whole: of all dimensions.
+        rows, max_rows: the raw keys before k, (B, R, G, D), and how many to return; as in `kvshift.ops.shift_tokens`.
+        whole: whether to offset all dimensions.
         mask, seq_idx: (B, T), as in `kvshift.kv_shift`.
 
     Returns:
-        y, and the raw keys after the last token.
+        y like k, and the raw keys for the next call.
     """
     rows = None if rows is None else _marked(rows)
     before, rows = tokens_before(_marked(k), state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx)
@@ -51,13 +51,13 @@ def offset_keys(
 
 
 def _marked(k: Tensor) -> Tensor:
-    """With a dimension more that is 1, and 0 where there is no token; the shift brings 0 also where none is before."""
+    """Append a dimension that is 1 for tokens and 0 for padding; the shift makes it 0 where no token precedes."""
     real_BT11 = (k != 0).flatten(2).any(-1)[..., None, None]
     return torch.cat([k, real_BT11.expand(*k.shape[:3], 1).to(k.dtype)], dim=-1)
 
 
 class KeyOffset(TokenMixing):
-    """`offset_keys` where an attention has its shift."""
+    """Applies `offset_keys` in place of the shift of an attention."""
 
     targets = ("k",)
 
@@ -70,7 +70,7 @@ class KeyOffset(TokenMixing):
     def mix(
         self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, ShiftState]:
-        """See `TokenMixing.mix`; of values the state holds nothing."""
+        """See `TokenMixing.mix`; the state contains no values."""
         rows, max_rows = (None, 1) if state is None else (state.k, state.max_rows)
         y, rows = offset_keys(k, rows, whole=self.whole, mask=mask, seq_idx=seq_idx, max_rows=max_rows)
         return y, v, ShiftState(rows, v.new_zeros(*rows.shape[:3], 0), max_rows)

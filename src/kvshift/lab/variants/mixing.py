@@ -1,7 +1,7 @@
-"""For variants that stand where an attention has its shift: their cache, their place in a model, and their models.
+"""The base class and the models of variants that replace the shift of an attention.
 
-Like the shift they see raw keys and values, after the projections and before QK-norm and rotary embedding, and what the
-cache keeps of these beside the finished ones is moved, cropped and reset with it (`kvshift.models.cache`).
+Like the shift, they take raw keys and values, after the projections and before QK-norm and rotary embedding. The cache
+stores raw rows beside the finished keys and values, and moves, crops and resets them together (`kvshift.models.cache`).
 
 Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, R rows of state.
 """
@@ -32,7 +32,7 @@ from kvshift.ops.rope import Rotary
 
 
 class Heads(NamedTuple):
-    """Of an attention: `kv_heads` G, their `size` D, the `width` of the model and the spread of its start values."""
+    """Sizes of an attention (KV heads G, head size D, model width E) and the standard deviation of its new weights."""
 
     kv_heads: int
     size: int
@@ -41,11 +41,11 @@ class Heads(NamedTuple):
 
 
 class TokenMixing(nn.Module):
-    """Stands where an attention has its shift, and is called as a `KVShift` is; a subclass says by `mix` what it does.
+    """A module that replaces the `KVShift` of an attention and is called like it. Subclasses implement `mix`.
 
     Attributes:
         targets: which of "k" and "v" it changes.
-        after_norm: it stands between QK-norm and rotary embedding, not before both.
+        after_norm: whether it is applied between QK-norm and rotary embedding instead of before both.
     """
 
     targets: tuple[str, ...] = ("k", "v")
@@ -54,7 +54,7 @@ class TokenMixing(nn.Module):
     def mix(
         self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, ShiftState]:
-        """Keys and values (B, T, G, D) from raw ones, and the new state; arguments as in `kvshift.kv_shift`."""
+        """Return mixed keys and values (B, T, G, D) and the new state; arguments are those of `kvshift.kv_shift`."""
         raise NotImplementedError
 
     def forward(
@@ -70,7 +70,7 @@ class TokenMixing(nn.Module):
         norms: Norms | None = None,
         keep_state: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """As `KVShift.forward`."""
+        """Apply `mix`, QK-norm and rotary embedding; see `KVShift.forward`."""
         if self.after_norm and norms is not None:
             q, k, norms = norms[0](q), norms[1](k), None
         k, v, state = self.mix(k, v, state, mask=mask, seq_idx=seq_idx)
@@ -78,12 +78,12 @@ class TokenMixing(nn.Module):
         return q, k, v, state if keep_state else None
 
     def recomputing(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """As `KVShift.recomputing`: backward keeps what attention was given."""
+        """See `KVShift.recomputing`; here autograd saves the inputs of attention and recomputes nothing."""
         return KEEP_ALL
 
 
 def _place(model: Any) -> None:
-    """Put the variant that the configuration names where each attention has its shift."""
+    """Replace the shift of each attention by the variant that the configuration names."""
     config = model.config
     variant: Any = find_variant(config.mixing, "mixing")
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -96,7 +96,7 @@ def _place(model: Any) -> None:
                 prepend_class(module, variant.attention)
 
 
-# Their configurations name the variant by `mixing`; `shift_targets` and `shift_window` say what caches keep.
+# The field `mixing` of their configurations names the variant; `shift_targets` and `shift_window` control caches.
 _MODELS: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
     base.config_class: variant_class(base, "Mixing", _place, fields={"mixing": (str, "")})
     for base in (KVShiftLlamaForCausalLM, LabGPT2)
@@ -105,11 +105,11 @@ _MODELS: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MixingVariant(ModelVariant):
-    """A variant that is a `TokenMixing` in each attention.
+    """A variant that has a `TokenMixing` in each attention.
 
     Attributes:
-        make: one of them, for attention with such heads.
-        attention: what stands before the class of an attention (see `prepend_class`).
+        make: function that creates the `TokenMixing` of an attention with the given heads.
+        attention: mixin for the class of each attention (see `prepend_class`), or None.
     """
 
     make: Callable[[Heads], TokenMixing]
@@ -123,6 +123,6 @@ class MixingVariant(ModelVariant):
 
 
 def tokens_before(x: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-    """x[t-1] of (B, T, G, D), 0 where a document begins, and the rows after the last token; by `shift_tokens`."""
+    """Return x[t-1] for x (B, T, G, D), 0 where a document begins, and the next state, as `shift_tokens` does."""
     only_before_G2 = torch.tensor([[0.0, 1.0]], device=x.device).expand(x.shape[2], 2)
     return shift_tokens(x, only_before_G2, **where)

@@ -1,21 +1,21 @@
-"""Multi-head latent attention (MLA): keys and values of all heads are made of one small latent for each token.
+"""Multi-head latent attention (MLA), which computes the keys and values of all heads from one small latent per token.
 
-    c = RMSNorm(W_a x)[: rank],  r = rotate((W_a x)[rank :])           one rotated key r for all heads
+    c = RMSNorm((W_a x)[: rank]),  r = rotate((W_a x)[rank :])         one rotated key r for all heads
     k_h = (W_b,h c, r),  v_h = W'_b,h c,  q_h = (q_nope, rotate(q_rope)) of W_q x
     softmax(q_h . k_h / sqrt(nope + rope)) v_h
 
-The cache holds c and r, from which every call makes the keys and values of all positions again. Queries are not
-compressed. There is no QK-norm, whatever the size says: it would need the keys before they are made. Each query head
-has keys and values of its own; `num_key_value_heads` counts for nothing. At the paper's 0.2B the rank is 256, and 32 of
-a head's 64 dimensions are rotated.
+The cache holds c and r, from which every call recomputes the keys and values of all positions. Queries are not
+compressed. QK-norm is not supported and `qk_norm` is ignored: the norm would need the keys before they are computed.
+Each query head has its own keys and values, and `num_key_value_heads` is ignored. At the paper's 0.2B, the rank is 256,
+and 32 of a head's 64 dimensions are rotated.
 
-The hard shift of `mla_kv_shift` gives head 0 the unrotated key, and head 1 the value, of the token before:
+The hard shift of "mla-kv-shift" gives head 0 the unrotated key, and head 1 the value, of the previous token:
 
     k_0[t] = (W_b,0 c[t-1], r[t]),  v_1[t] = W'_b,1 c[t-1]             0 where a document begins
 
-Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1, whose names of parts in transformers are kept. Sizes and hard
-shift: the KV-shift paper, appendix J, which names neither the size of values nor what r is shared by nor the norm of c;
-as in DeepSeek-V2 here, with fields for the other choices.
+Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1; modules have their names in transformers. Sizes and hard shift:
+the KV-shift paper, appendix J, which does not specify the size of values, whether heads share r, or the norm of c.
+These are as in DeepSeek-V2 here, and fields select the other choices.
 
 Shapes: B batch, T positions of this call, K cached positions, H heads.
 """
@@ -44,19 +44,19 @@ from kvshift.ops.rope import Rotary, apply_rotary
 
 @strict
 class MLALlamaConfig(NamedConfig, KVShiftLlamaConfig):
-    """What `MLALlamaForCausalLM` is built from.
+    """The configuration of an `MLALlamaForCausalLM`.
 
-    Besides the fields of `KVShiftLlamaConfig`, of which `num_key_value_heads` and `qk_norm` count for nothing:
+    It has the fields of `KVShiftLlamaConfig`, of which `num_key_value_heads` and `qk_norm` are ignored, and:
 
     Args:
-        kv_lora_rank: numbers of the latent; None for a third of hidden_size.
-        qk_rope_head_dim: of each query and key, rotated; None for half of head_dim.
-        qk_nope_head_dim: not rotated; None for the rest of head_dim.
+        kv_lora_rank: size of the latent; None for a third of hidden_size.
+        qk_rope_head_dim: number of rotated dimensions of each query and key; None for half of head_dim.
+        qk_nope_head_dim: number of dimensions that are not rotated; None for the rest of head_dim.
         v_head_dim: size of values; None for head_dim.
-        shared_rope_key: one rotated key for all heads, or one for each.
-        latent_norm: RMSNorm over the latent.
-        hard_shift: see above; two heads at least.
-        shift_rope: the rotated key of head 0 is that of the token before too, rotated to this token's position.
+        shared_rope_key: whether all heads share one rotated key, or each has its own.
+        latent_norm: whether to apply an RMSNorm to the latent.
+        hard_shift: whether to apply the hard shift above, which needs at least two heads.
+        shift_rope: whether head 0 also takes the rotated key of the previous token, rotated to this token's position.
     """
 
     model_type = "kvshift_mla_llama"
@@ -73,10 +73,10 @@ class MLALlamaConfig(NamedConfig, KVShiftLlamaConfig):
 
 
 class _LatentShift(nn.Module):
-    """Stands where an attention has its `KVShift`: of q, (c, a) and (r, b) it shifts a and b, and rotates q and r.
+    """Replaces the `KVShift` of an attention: with k = (c, a) and v = (r, b), shifts a and b and rotates q and r.
 
-    a is what head 0 is to have of the token before, its key and, where that is shifted, r once more; b what head 1 is
-    to have, its value. Both are there with the hard shift alone.
+    a contains what head 0 takes from the previous token: its key and, with `shift_rope`, its part of r, which is
+    rotated after the shift. b contains the value of head 1. Both are empty without the hard shift.
     """
 
     def __init__(self, sizes: _Sizes) -> None:
@@ -97,7 +97,7 @@ class _LatentShift(nn.Module):
         keep_state: bool = True,
         norms: None = None,
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """As `KVShift.forward`."""
+        """See `KVShift.forward`; norms are ignored."""
         sizes, new_state = self.sizes, None
         if self.targets:
             before_12 = torch.tensor([[0.0, 1.0]], device=k.device)
@@ -115,7 +115,7 @@ class _LatentShift(nn.Module):
 
 
 class _Sizes:
-    """The sizes that follow from the fields of a configuration."""
+    """The sizes of an attention, derived from the fields of a configuration."""
 
     def __init__(self, config: MLALlamaConfig) -> None:
         head_dim = cast(int, config.head_dim)
@@ -164,7 +164,7 @@ class _LatentAttention(KVShiftLlamaAttention):
         sizes = self.sizes
         query = self.q_proj(hidden_states).unflatten(-1, (sizes.heads, -1))
         latent, r = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(2).split([sizes.rank, sizes.keys_rope], dim=-1)
-        latent = self.kv_a_layernorm(latent).to(r.dtype)  # under autocast, which leaves norms in float32
+        latent = self.kv_a_layernorm(latent).to(r.dtype)  # autocast leaves norms in float32
         k, v = latent, r
         if sizes.shifts:
             key, value = self._decompress(latent)
@@ -199,14 +199,14 @@ class _LatentAttention(KVShiftLlamaAttention):
         return self.output(output), weights
 
     def _decompress(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Unrotated keys and values of all heads, (B, K, H, ...), of latents (B, K, 1, rank)."""
+        """Return unrotated keys and values of all heads, (B, K, H, ...), given latents (B, K, 1, rank)."""
         sizes = self.sizes
         up = self.kv_b_proj(latent.squeeze(2)).unflatten(-1, (sizes.heads, -1))
         key, value = up.split([sizes.nope, sizes.value], dim=-1)
         return key, value
 
     def _of_all_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads, (B, K, H, ...), of what `_LatentShift` returned or the cache holds of it."""
+        """Return keys and values of all heads, (B, K, H, ...), given the k and v of `_LatentShift`, cached or new."""
         sizes = self.sizes
         latent, key_0 = k.split([sizes.rank, k.shape[-1] - sizes.rank], dim=-1)
         r, value_1 = v.split([sizes.keys_rope, v.shape[-1] - sizes.keys_rope], dim=-1)
@@ -227,7 +227,7 @@ class MLALlamaForCausalLM(KVShiftLlamaForCausalLM):
     config_class = MLALlamaConfig
 
     def __init__(self, config: MLALlamaConfig) -> None:
-        # The cache is to carry a state as that of KV shift does.
+        # With these fields, the cache carries a state as it does for KV shift.
         config.shift_targets = ["k", "v"] if config.hard_shift else []
         config.shift_window, config.qk_norm = 2, False
         super().__init__(config)
@@ -244,6 +244,6 @@ _MODELS = {KVShiftLlamaConfig: MLALlamaForCausalLM}
 
 MODEL_VARIANTS = (
     ModelVariant(name="mla", models=_MODELS),
-    # With the hard shift of a key and a value: nothing is learned.
+    # The hard shift of a key and a value has no parameters.
     ModelVariant(name="mla-kv-shift", models=_MODELS, fields={"hard_shift": True}),
 )

@@ -1,7 +1,7 @@
-"""The model classes of variants, made from those of the families.
+"""Derive the model classes of variants from the model classes of the families.
 
-A variant is written once for all families: as a class that stands before that of a part of a model (`prepend_class`),
-and as a function that changes a finished model in place (`variant_class`).
+A variant is written once for all families: as mixins for the classes of a model's modules (`prepend_class`), and as a
+function that changes a constructed model in place (`variant_class`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kvshift.models.retrofit.family import note_class
 
 
 class NamedConfig:
-    """Stands before the configuration of a family; what it saves is refused by the classes of other models.
+    """A mixin for the configuration of a family; other model classes refuse to load the files that it saves.
 
-    `use_cache` of what is saved is of a type that they do not take, and names `loaded_by`.
+    In a saved configuration, `use_cache` is a dict, which other classes reject, and its key contains `loaded_by`.
     """
 
     loaded_by: ClassVar[str]
     use_cache: bool | dict[str, bool]
 
     def to_dict(self) -> dict[str, Any]:
-        """Of transformers; what is saved."""
+        """Return the configuration in the form in which transformers saves it."""
         saved = super().to_dict()  # type: ignore[misc]
         saved["use_cache"] = {f"kv_shift: load it with {self.loaded_by}": self.use_cache}
         return saved
 
 
 def prepend_class(module: nn.Module, before: type) -> None:
-    """Let a class stand before that of a module, in place: weights, names and hooks stay."""
+    """Replace a module's class, in place, by a subclass of `before` and that class; weights, names and hooks stay."""
     module.__class__ = _combined(before, type(module))
     if isinstance(module, PreTrainedModel):
         note_class(module)
@@ -50,17 +50,17 @@ def variant_class(
     config_before: type = NamedConfig,
     fields: Mapping[str, tuple[Any, Any]] | None = None,
 ) -> Any:
-    """The class of a variant's models in one family, with a configuration of its own as `config_class`.
+    """Create the model class of a variant in one family, with a new configuration class as `config_class`.
 
         base KVShiftLlamaForCausalLM    SmearLlamaForCausalLM, SmearLlamaConfig, model type kvshift_smear_llama
         base LabGPT2                    SmearGPT2, SmearGPT2Config, model type kvshift_smear_lab_gpt2
 
     Args:
         base: the model class of the family.
-        stem: what the names begin with, such as "Smear".
-        change: makes a finished model of the family one of the variant; the classes belong to its module.
-        before, config_before: what stands before the family's model class, and before its configuration.
-        fields: types and defaults of the fields that the configuration has beside those of the family.
+        stem: prefix of the class names, such as "Smear".
+        change: function that turns a model of the family into the variant; the new classes are added to its module.
+        before, config_before: mixins for the family's model class and for its configuration class.
+        fields: types and defaults of the configuration's fields beyond those of the family.
     """
     name, config_name = (
         stem + each.__name__.removeprefix("KVShift").removeprefix("Lab") for each in (base, base.config_class)
@@ -88,5 +88,5 @@ def _combined(before: type, plain: type) -> Any:
 
 def _made(name: str, bases: tuple[type, ...], module: str, members: Mapping[str, Any]) -> Any:
     made = type(name, bases, {"__module__": module, "__doc__": bases[-1].__doc__, **members})
-    setattr(sys.modules[module], name, made)  # where pickle looks for it, and whoever reads `loaded_by`
+    setattr(sys.modules[module], name, made)  # pickle and readers of `loaded_by` look for it there
     return made

@@ -1,4 +1,4 @@
-"""Options of a model of the Llama family, as `kvshift train` and the recipes have them."""
+"""Options of a model of the Llama family, as used by `kvshift train` and the recipes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvshift.models.paper_sizes import SIZES
 VARIES = means(Meaning.OF_THE_VARIANT)
 BESIDE = means(Meaning.BESIDE_THE_MODEL)
 
-# Of the weights of a model that is loaded; auto: as they were saved.
+# The dtype in which the weights of a model are loaded; auto: the dtype in which they were saved.
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Llama with KV shift. An option that is not given (None) comes from `size` or `config`; without these, from the
-    default in its description."""
+    """A Llama with KV shift. If an option is not given (None), its value comes from `size` or `config` or, if neither
+    is given, is the default in its description."""
 
     family = "llama"
     variant: Annotated[
@@ -32,7 +32,7 @@ class ModelConfig:
     ] = field(default=None, metadata=LATE | VARIES | BESIDE)
 
     size: str | None = field(default=None, metadata=BESIDE)
-    """One of the paper's: 0.2B, 1.5B, 2.9B, 6.7B, 13B, 19B."""
+    """Model size from the paper: 0.2B, 1.5B, 2.9B, 6.7B, 13B or 19B."""
     config: Path | None = field(default=None, metadata=BESIDE)
     """A JSON file with the fields of KVShiftLlamaConfig, such as the config.json of a saved model."""
     hidden_size: int | None = None
@@ -48,11 +48,11 @@ class ModelConfig:
     vocab_size: int | None = None
     """Rows of the embedding, at least as many as the tokenizer has tokens. None: exactly as many."""
     tie_word_embeddings: bool | None = None
-    """Use one matrix for embedding and output. None: no."""
+    """Use one matrix for the embedding and the output. None: no."""
     qk_norm: bool | None = None
     """Apply an RMSNorm to each query and key head. None: no."""
     attention_bias: bool | None = field(default=None, metadata=LATE)
-    """Give the projections of attention biases, as Qwen2 has. None: no."""
+    """Add biases to the projections of attention, as in Qwen2. None: no."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to, itself included. None: all."""
     rope_theta: float | None = field(default=None, metadata=BESIDE)
@@ -64,27 +64,27 @@ class ModelConfig:
     shift_constraint: Literal["free", "gate", "clamp"] | None = field(default=None, metadata=VARIES)
     """free: any numbers. gate: sigmoid(a) and 1 - sigmoid(a). clamp: within [0, 1]. None: free."""
     shift_init: Literal["uniform", "identity"] | None = field(default=None, metadata=VARIES)
-    """uniform: U(0, 1), summing to 1. identity: (1, 0), no shift at first. None: uniform."""
+    """uniform: U(0, 1), summing to 1. identity: (1, 0), initially no shift. None: uniform."""
     freeze_shift: bool = field(default=False, metadata=VARIES | BESIDE)
-    """Keep the coefficients at their start values."""
+    """Keep the coefficients at their initial values."""
     zero_outputs: bool | None = field(default=None, metadata=LATE | BESIDE)
-    """Start the output projections of attention and MLP at 0, so that the model begins as embedding and head alone.
+    """Initialise the output projections of attention and MLP to 0, so that only embedding and head act at first.
     None: no."""
 
 
 def model_fields() -> list[str]:
-    """The options that are fields of the model's own configuration, by the same names."""
+    """Return the names of the options that are also fields of the model's configuration."""
     beside = option_names(ModelConfig, Meaning.BESIDE_THE_MODEL)
     return [item.name for item in fields(ModelConfig) if item.name not in beside]
 
 
 def given_fields(options: ModelConfig) -> dict[str, Any]:
-    """What the options say of the model themselves; `rope_theta`, which has no field of that name, is left out."""
+    """Return the configuration fields that the options set; `rope_theta`, which is no such field, is not among them."""
     return {name: value for name in model_fields() if (value := getattr(options, name)) is not None}
 
 
 def size_fields(options: ModelConfig) -> dict[str, Any]:
-    """What the size says, or else the default shape, of the width that the options ask for."""
+    """Return the configuration fields of the given size or, without one, of the default shape at the given width."""
     if options.size is not None:
         if options.size not in SIZES:
             raise LabError(f"model.size must be one of {', '.join(SIZES)}, got {options.size!r}")

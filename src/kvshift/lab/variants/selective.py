@@ -1,8 +1,8 @@
-"""Selective attention: each token says what the tokens after it need not look at; see `selective_attention`.
+"""Selective attention: each token selects keys that later tokens attend to less; see `selective_attention`.
 
-It stands after the projections, QK-norm and rotary embedding, and adds no parameter. Attention takes blocks of queries,
-so that its memory grows with the context and not with its square; with attn_implementation="eager", which returns the
-weights, and with dropout of the weights in training, it is computed whole.
+It takes queries, keys and values after projections, QK-norm and rotary embedding, and adds no parameters. Attention is
+computed in blocks of queries, so its memory grows linearly with the context, not quadratically. It is computed on whole
+matrices with attn_implementation="eager", which returns the weights, and with dropout of the weights in training.
 
 Shapes: B batch, T positions, H query heads, G KV heads, D head size.
 """
@@ -25,7 +25,7 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 
 class _SelectiveDecoder(UncachedDecoder):
-    """Makes none of the family's masks of T x T."""
+    """A mixin for a decoder that creates none of the family's T x T masks."""
 
     def prepare_inputs(
         self, inputs_embeds: Tensor, attention_mask: Any, position_ids: Tensor | None, cache: Any, **named: Any
@@ -69,7 +69,7 @@ def _select(model: Any) -> None:
             prepend_class(module, _SelectiveAttention)
 
 
-# The configurations have `axis`, of the sum: "query", as published, or "key".
+# The configurations have a field `axis`, along which S is summed: "query", as published, or "key".
 _HOW: Any = {"config_before": UncachedConfig, "fields": {"axis": (Literal["query", "key"], "query")}}
 _MODELS = {
     KVShiftLlamaConfig: variant_class(
@@ -80,6 +80,6 @@ _MODELS = {
 
 MODEL_VARIANTS = (
     ModelVariant(name="selective", models=_MODELS),
-    # Summed along the keys: as in the code that the KV-shift paper names for its Table 13.
+    # The sum along the keys is that of the code that the KV-shift paper cites for its Table 13.
     ModelVariant(name="selective-key", models=_MODELS, fields={"axis": "key"}),
 )

@@ -1,23 +1,24 @@
-"""Selective attention, whole and in blocks of queries whose memory grows with the context, not with its square.
+"""Selective attention, on whole matrices and in blocks of queries whose memory is linear in the context length.
 
     Z = Q K^T / sqrt(D),  S = relu(Z of head 0), 0 for a token's own key and for the first of its document
     F[i, j] = sum of S[m, j] over the queries m < i of its document                        axis "query", as published
     F[i, j] = sum of S[p, n] over the keys n <= j, p the token before i                    axis "key"
     output = softmax(Z - F) V                                                              in every head
 
-A token chooses by S what the tokens after it are to see less of. Both sums are of the rows S[p(i), :], p(i) the token
-before i: down the queries or along the keys.
+S determines which keys a token makes later tokens attend to less. Both sums are over the rows S[p(i), :], where p(i) is
+the token before i: down the queries or along the keys.
 
-In blocks of queries a .. b the sum down the queries is carried,
+With blocks of queries a .. b, the sum down the queries is carried from block to block as C,
 
     F[i, :] = C_a + sum over a <= m <= i of S[p(m), :],        C_b = C_a + sum over a <= m < b of S[p(m), :]
 
-and backward, from the last block to the first, computes each block again, takes its sum off C_b, and carries the sum of
-dF over the queries after it, which is what the block's S is due: dS[p(i), :] = sum over m >= i of dF[m, :]. C is in
-float64, so that taking off returns C_a to 1e-16 of it. Kept for backward are q, k, v and C alone.
+Backward goes from the last block to the first. It recomputes each block, subtracts the block's sum from C_b, and
+carries the sum of dF over later queries for the gradient of S: dS[p(i), :] = sum over m >= i of dF[m, :]. C is float64,
+so that the subtraction recovers C_a to a relative error of 1e-16. Forward saves no T x T matrix, only q, k, v, C and,
+for each i, its document, p(i) and the query of head 0 at p(i).
 
 Source: Leviathan et al., Selective attention improves transformer (2024), section 3. Axis "key": the code that the
-KV-shift paper names for its Table 13 (fangyuan-ksgk/selective-attention-transformer, model/model.py).
+KV-shift paper cites for its Table 13 (fangyuan-ksgk/selective-attention-transformer, model/model.py).
 
 Shapes: B batch, T positions, H query heads, G KV heads, R = H / G, D head size; n queries of a block, s keys up to it.
 """
@@ -37,11 +38,11 @@ _BLOCK = 64  # queries
 
 
 class _Order(NamedTuple):
-    """Who stands where, each (B, T).
+    """The document and the previous token of each position, both (B, T).
 
     Attributes:
-        document: its number; of each position of padding another.
-        before: the token before in its document, -1 for the first and on padding.
+        document: number of the document; each position of padding has a unique number.
+        before: index of the previous token in the document, -1 for its first token and on padding.
     """
 
     document: Tensor
@@ -60,13 +61,13 @@ class _Order(NamedTuple):
         return cls(document_BT, torch.where(same_BT, before_BT, -1))
 
     def visible(self, start: int, stop: int) -> Tensor:
-        """(B, n, s): which keys the queries start .. stop attend to."""
+        """Return which keys the queries start .. stop attend to, (B, n, s)."""
         index = torch.arange(stop, device=self.document.device)
         same = self.document[:, start:stop, None] == self.document[:, None, :stop]
         return same & (index[None, :] <= index[start:, None])
 
     def choosable(self, start: int, stop: int) -> Tensor:
-        """(B, n, s): which keys the tokens before these queries may choose."""
+        """Return which keys the tokens before these queries may select, (B, n, s)."""
         index = torch.arange(stop, device=self.document.device)
         earlier = index[None, :] < self.before[:, start:stop, None]
         return self.visible(start, stop) & earlier & (self.before[:, None, :stop] >= 0)
@@ -83,15 +84,15 @@ def selective_attention_whole(
     seq_idx: Tensor | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The formula above on matrices of T x T.
+    """Compute the formula above on T x T matrices.
 
     Args:
         q: (B, H, T, D).
         k, v: (B, G, T, D), H a multiple of G.
-        scaling: in place of 1 / sqrt(D).
-        axis: of the sum.
+        scaling: factor that replaces 1 / sqrt(D).
+        axis: axis along which S is summed.
         mask, seq_idx: (B, T), as in `kvshift.kv_shift`; a position of padding attends to itself.
-        dropout: of the weights.
+        dropout: dropout rate of the weights.
 
     Returns:
         (B, H, T, D) in the dtype of v, and the weights, (B, H, T, T).
@@ -119,11 +120,11 @@ def selective_attention(
     seq_idx: Tensor | None = None,
     block: int = _BLOCK,
 ) -> Tensor:
-    """What `selective_attention_whole` returns first, in blocks of queries; each is computed again in backward.
+    """Compute the output of `selective_attention_whole` in blocks of queries, which backward recomputes.
 
     Args:
-        q, k, v, scaling, axis, mask, seq_idx: as there.
-        block: how many queries; memory beyond the output is that of some (B, H, block, T).
+        q, k, v, scaling, axis, mask, seq_idx: as in `selective_attention_whole`.
+        block: queries per block; beyond the output, memory is needed for a few tensors (B, H, block, T).
     """
     device = q.device.type
     if torch.is_autocast_enabled(device):
@@ -135,7 +136,7 @@ def selective_attention(
 
 
 class _Block(NamedTuple):
-    """Queries start .. stop of all heads, and of the tokens before them in head 0; keys and values up to them."""
+    """Queries start .. stop of all heads, the head-0 queries of the tokens before them, and keys and values so far."""
 
     start: int
     stop: int
@@ -145,12 +146,12 @@ class _Block(NamedTuple):
     v: Tensor
 
     def chosen(self, order: _Order, scaling: float) -> Tensor:
-        """S of the tokens before, (B, n, s)."""
+        """Return S of the tokens before the block's queries, (B, n, s)."""
         scores_Bns = _wide(self.chooser @ self.k[:, 0].mT).mul_(scaling).relu_()
         return scores_Bns.masked_fill_(~order.choosable(self.start, self.stop), 0)
 
     def weights(self, chosen: Tensor, carried: Tensor | None, order: _Order, scaling: float) -> Tensor:
-        """(B, H, n, s), from S and, where it is summed down the queries, C_a (B, s)."""
+        """Return the weights, (B, H, n, s), given S and, for the sum down the queries, C_a (B, s)."""
         batch, n, s = chosen.shape
         total = chosen.cumsum(2) if carried is None else chosen.double().cumsum(1) + carried.unsqueeze(1)
         scores = _wide(self.q @ self.k.mT).mul_(scaling).view(batch, -1, n, s)
@@ -196,11 +197,11 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # PyTorch's once_differentiable says nothing to `autograd.grad(..., inputs)`, which prunes its error.
+            # PyTorch's once_differentiable raises nothing in `autograd.grad(..., inputs)`, which prunes its error node.
             raise RuntimeError("selective_attention has no second derivative; selective_attention_whole has one")
         q, chooser, k, v, carried, *places = ctx.saved_tensors
         (scaling, size), order = ctx.rest, _Order(*places)
-        carried = None if carried is None else carried.clone()  # backward may be asked for again
+        carried = None if carried is None else carried.clone()  # backward may run more than once
         after = None if carried is None else torch.zeros_like(carried)
         dq, d_chooser = torch.empty_like(q), torch.empty_like(chooser)
         dk, dv = (torch.zeros_like(x, dtype=_wide_dtype(x)) for x in (k, v))
@@ -210,7 +211,7 @@ class _Blocks(torch.autograd.Function):
                 chosen = block.chosen(order, scaling)
                 before = None if carried is None else carried[:, upto].sub_(chosen.sum(1, dtype=torch.float64))
                 weights = block.weights(chosen, before, order, scaling)
-                folded = (*block.q.shape[:3], -1)  # heads of one KV head and their queries, one after the other
+                folded = (*block.q.shape[:3], -1)  # merges the query heads of a KV head with the queries
                 grad_BGnD = grad[:, :, at].reshape(folded)
                 dv[:, :, upto] += weights.to(v.dtype).view(folded).mT @ grad_BGnD
                 d_scores = _wide(grad_BGnD @ block.v.mT).view(weights.shape)

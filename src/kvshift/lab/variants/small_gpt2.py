@@ -1,9 +1,9 @@
-"""The lab's GPT-2: small, with learned positions, for hop-k and MQAR.
+"""The lab's GPT-2: a small model with learned positions, for hop-k and MQAR.
 
-Source: Sanford et al. train a GPT2Model without an output matrix: the numbers of its last LayerNorm are the logits.
+Source: Sanford et al. train a GPT2Model without an output matrix; the outputs of its last LayerNorm are the logits.
 Zoology has an output matrix tied to the embeddings, and no MLP.
 
-Shapes: B sequences, T positions, E width, C classes of the output.
+Shapes: B sequences, T positions, E width, C output classes.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ class GPT2Options:
     width: int = 128
     """Model width E."""
     layers: int = 2
-    """Layers."""
+    """Number of layers."""
     heads: int = 4
-    """Heads; each has keys and values of its own."""
+    """Number of heads; each has its own keys and values."""
     mlp: bool = True
-    """MLPs of width 4 E; no: layers of attention alone."""
+    """Give each layer an MLP of width 4 E; no: layers of attention alone."""
     dropout: float = 0.1
-    """Of embeddings, attention weights and what each layer adds."""
+    """Dropout rate of embeddings, attention weights and residual branches."""
     head: Literal["norm", "linear", "tied"] = "norm"
-    """norm: the E numbers of the last LayerNorm are the logits, of which the first belong to tokens. linear: a matrix
-    to as many logits as there are tokens. tied: the embedding is that matrix."""
+    """norm: the E outputs of the last LayerNorm are the logits, the first of which belong to tokens. linear: an output
+    matrix with one logit per token. tied: the embedding is the output matrix."""
     embedding_rows: int | None = 30
-    """Rows of the embedding, no less than there are tokens; None: as many."""
+    """Rows of the embedding, at least as many as there are tokens. None: exactly as many."""
     variant: str | None = None
-    """What the model is, by a name of `kvshift.lab.variants.by_name`; None: kv-shift, refined by the fields shift_*."""
+    """Name of a variant in `kvshift.lab.variants.by_name`. None: kv-shift, configured by shift_*."""
     shift_targets: tuple[Literal["q", "k", "v"], ...] = ("k", "v")
-    """What the layers shift. With no value after it: nothing, the vanilla model."""
+    """Which of queries, keys and values to shift; with no value after it, none (the vanilla model)."""
     shift_window: int = 2
-    """Tokens mixed, the current one included."""
+    """Number of tokens that are mixed, the current one included."""
     shift_constraint: Literal["free", "gate", "clamp"] = "free"
     """free: any numbers. gate: sigmoid(a) and 1 - sigmoid(a). clamp: within [0, 1]."""
     shift_init: Literal["uniform", "identity"] = "uniform"
-    """uniform: U(0, 1), summing to 1. identity: (1, 0), no shift at first."""
+    """uniform: U(0, 1), summing to 1. identity: (1, 0), initially no shift."""
     freeze_shift: bool = False
-    """Keep the coefficients at their start values."""
+    """Keep the coefficients at their initial values."""
 
     def check(self, *, vocab_size: int) -> None:
-        """Raise a LabError that names the field, its value, and what it may be."""
+        """Raise a LabError that names an invalid field, its value and the allowed values."""
         check_choices("model", self)
         check_at_least("model", self, width=1, layers=1, heads=1)
         require(self.width % self.heads == 0, "model.width", self.width, f"a multiple of heads, {self.heads}")
@@ -85,13 +85,13 @@ class GPT2Options:
 
 @strict
 class LabGPT2Config(KVShiftGPT2Config):
-    """What `LabGPT2` is built from.
+    """The configuration of a `LabGPT2`.
 
-    Besides the fields of `KVShiftGPT2Config`, where vocab_size is the number of embedding rows:
+    It has the fields of `KVShiftGPT2Config`, in which vocab_size is the number of embedding rows, and:
 
     Args:
         head, mlp: see `GPT2Options`.
-        classes: C, of a linear head.
+        classes: C, the number of logits of a linear head.
     """
 
     model_type = "kvshift_lab_gpt2"
@@ -103,7 +103,7 @@ class LabGPT2Config(KVShiftGPT2Config):
 
 
 class LabGPT2(ShiftedPreTrainedModel, GPT2PreTrainedModel):
-    """GPT-2 for a task: scores of tokens at every position, no cache and no `generate`."""
+    """A GPT-2 for tasks, which scores tokens at every position; it has no cache and no `generate`."""
 
     config: LabGPT2Config
     config_class = LabGPT2Config
@@ -127,18 +127,18 @@ class LabGPT2(ShiftedPreTrainedModel, GPT2PreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
-        """Logits, and their mean cross-entropy with the labels.
+        """Return the logits and their mean cross-entropy with the labels.
 
         Args:
             input_ids: (B, T).
             attention_mask, position_ids: as in `KVShiftGPT2Model.forward`.
-            labels: (B, T): the output at t - 1 is compared with labels[t]; -100 counts for nothing.
-            kwargs: of `KVShiftGPT2Model.forward`; use_cache is False.
+            labels: (B, T). The output at t - 1 is compared with labels[t]; positions with -100 are ignored.
+            kwargs: further arguments of `KVShiftGPT2Model.forward`; use_cache is always False.
 
         Returns:
             `loss`, None without labels, and `logits` (B, T, C).
         """
-        in_batch = kwargs.pop("num_items_in_batch", None)  # of Trainer: labels in all batches of a step
+        in_batch = kwargs.pop("num_items_in_batch", None)  # from Trainer: number of labels in all batches of a step
         output = self.transformer(
             input_ids,
             attention_mask=attention_mask,
@@ -159,19 +159,19 @@ class LabGPT2(ShiftedPreTrainedModel, GPT2PreTrainedModel):
 
 
 class _NoMLP(nn.Module):
-    """What a layer without MLP adds: nothing."""
+    """Replaces the MLP of a layer and adds 0 to the residual stream."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states.new_zeros(())
 
 
 def gpt2_config(options: GPT2Options, *, vocab_size: int, length: int) -> LabGPT2Config:
-    """The configuration of the GPT-2 that the options describe.
+    """Return the configuration of the GPT-2 that the options describe.
 
     Args:
-        options: of the model.
-        vocab_size: tokens of the task.
-        length: T, of its sequences.
+        options: options of the model.
+        vocab_size: number of tokens of the task.
+        length: T, the length of its sequences.
     """
     options.check(vocab_size=vocab_size)
     return LabGPT2Config(

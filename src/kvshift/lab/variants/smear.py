@@ -1,9 +1,9 @@
-"""The smear of embeddings: each token's embedding is given a gated part of the one before it.
+"""Smeared embeddings: a gated part of the previous token's embedding is added to each embedding.
 
     y[t] = x[t] + scale * sigmoid(gate . x[t, :12]) * x[t-1],    x[t-1] = 0 where a document begins
 
-One scale and one gate for the whole model. They start at 0, so that a smeared model begins as its vanilla twin. What
-a cache has to keep, the last embedding, it keeps where its first layer has room for the raw rows of a shift.
+The model has one scale and one gate. Both are initialised to 0, so that a smeared model starts out as its vanilla
+twin. A cache stores the last embedding in its first layer, in the place of the raw rows of a shift.
 
 Source: modded-nanogpt (train_gpt.py, smear_gate and smear_lambda), which does not keep documents apart.
 
@@ -31,13 +31,13 @@ _GATED_BY = 12
 
 
 class Smear(nn.Module):
-    """The formula above; the arithmetic is that of float32 (float64 of float64), rounded once.
+    """The formula above, computed in float32 (float64 for float64) and rounded once.
 
     Args:
-        width: E; of fewer than 12 the gate reads all.
+        width: E; if it is less than 12, the gate reads all dimensions.
 
     Attributes:
-        gate: (12,).
+        gate: (min(12, E),).
         scale: (1,), the lambda of the source.
     """
 
@@ -49,12 +49,12 @@ class Smear(nn.Module):
     def forward(
         self, x: Tensor, layer: Any = None, *, mask: Tensor | None = None, seq_idx: Tensor | None = None
     ) -> Tensor:
-        """(B, T, E) of embeddings (B, T, E).
+        """Return the smeared embeddings, (B, T, E).
 
         Args:
-            x: embeddings.
-            layer: of a cache (`kvshift.models.cache`), whose state is the embeddings before these and then after them;
-                None: every row begins here.
+            x: embeddings, (B, T, E).
+            layer: layer of a cache (`kvshift.models.cache`) whose state has the previous embeddings and is updated;
+                None if every row begins here.
             mask, seq_idx: (B, T), as in `kvshift.kv_shift`.
         """
         if layer is not None and layer.record_past and mask is not None:
@@ -73,7 +73,7 @@ class Smear(nn.Module):
 
 
 class _SmearedDecoder:
-    """Stands before the decoder of a family, a `kvshift.models.decoder.ShiftedDecoder`."""
+    """A mixin for the decoder of a family, a `kvshift.models.decoder.ShiftedDecoder`."""
 
     smear: Smear
 
@@ -89,7 +89,7 @@ class _SmearedDecoder:
 
 
 def _smear(model: Any) -> None:
-    """Nothing shifts keys or values, though the configuration has a target, for caches to keep a row."""
+    """Smear the embeddings of a model. Its `shift_targets` only make caches store a row; no keys are shifted."""
     decoder = model.base_model
     prepend_class(decoder, _SmearedDecoder)
     decoder.smear = Smear(model.get_input_embeddings().embedding_dim)

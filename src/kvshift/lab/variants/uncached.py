@@ -1,4 +1,4 @@
-"""For variants whose models cannot decode with a cache: they generate without one, and refuse one by name."""
+"""Mixins for models that cannot decode with a cache: they generate without one, and raise an error if given one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvshift.models.versions import CACHE, given_cache
 
 
 class UncachedConfig(NamedConfig):
-    """Of a model that decodes without a cache."""
+    """A mixin for the configuration of a model that decodes without a cache."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -17,7 +17,7 @@ class UncachedConfig(NamedConfig):
 
 
 class UncachedDecoder:
-    """Stands before the decoder of a family, such as `KVShiftLlamaModel`."""
+    """A mixin for the decoder of a family, such as `KVShiftLlamaModel`; it raises a ValueError if a cache is used."""
 
     config: UncachedConfig
 
@@ -30,7 +30,7 @@ class UncachedDecoder:
 
 
 class UncachedGeneration:
-    """Stands before a model with `generate`, which recomputes every token so far for each new one."""
+    """A mixin for a model with `generate`, which then recomputes all previous tokens for each new one."""
 
     decodes_with_cache = False
     config: UncachedConfig
@@ -42,7 +42,7 @@ class UncachedGeneration:
 
 
 def decodes_with_cache(model: Any) -> bool:
-    """Whether a model, or a class of models, computes a token from a cache of those before it; most do not say so."""
+    """Return the attribute `decodes_with_cache` of a model or model class; True where it is not defined."""
     return getattr(model, "decodes_with_cache", True)
 
 

@@ -1,7 +1,8 @@
-"""What an experiment compares: one protocol, behind which vanilla, KV shift and the baselines stand.
+"""The protocol of all model variants, and the two variants that every family has: vanilla and KV shift.
 
-`by_name` lists them and the modules whose `MODEL_VARIANTS` they are. A size is the configuration of a family, as
-`building.describe` makes it: a `KVShiftLlamaConfig` (text and tasks), or a `LabGPT2Config` or `EncoderConfig` (tasks).
+`by_name` lists all variants and the modules whose `MODEL_VARIANTS` contain them. A size is a configuration of one
+family, as returned by `building.describe`: a `KVShiftLlamaConfig` (text and tasks), or a `LabGPT2Config` or
+`EncoderConfig` (tasks).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 Size = KVShiftLlamaConfig | LabGPT2Config | EncoderConfig
 
-# By the configuration of a family: the model that every variant shares weights with, once nothing in it shifts.
+# The model class of each family, by its configuration class. Without shift, it is the vanilla model of that family.
 MODEL_CLASSES: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
     KVShiftLlamaConfig: KVShiftLlamaForCausalLM,
     LabGPT2Config: LabGPT2,
@@ -34,35 +35,38 @@ MODEL_CLASSES: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
 
 
 class Variant(Protocol):
-    """What an experiment compares: a model of one kind, whatever its size."""
+    """A kind of model that experiments compare with others, independent of its size."""
 
     def build(self, size: Size, *, seed: int) -> PreTrainedModel:
-        """A model with float32 start values; every weight that its vanilla twin has too has the same bits for a seed.
+        """Build a model with float32 initial values.
+
+        Every weight that the vanilla model of the same seed also has is initialised with the same bits.
 
         Args:
-            size: of the model; its fields `shift_*` say what its layers shift, () for what shifts nothing.
-            seed: of all weights; those that vanilla does not have come from generators of their own.
+            size: configuration of the model; its fields `shift_*` configure the shift, with no targets for none.
+            seed: random seed of all weights; weights that vanilla lacks are drawn from separate random streams.
 
         Raises:
-            LabError: there is no such model of this family.
+            LabError: the variant has no model for this family, or it cannot be built at this size.
         """
         ...
 
     def added_parameters(self, size: Size) -> int:
-        """How many parameters it has more than vanilla, less being negative; nothing is drawn."""
+        """Return how many more parameters the model has than vanilla (negative: fewer), without creating weights."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelVariant:
-    """A variant that is a model class for each family; its `config_class` is that of the family, or a subclass.
+    """A variant that has one model class per family, whose `config_class` is that of the family or a subclass of it.
 
-    The classes are registered with transformers' Auto classes, so that what is saved is loaded by them.
+    The classes are registered with transformers' Auto classes, which can then load saved models of the variant.
 
     Attributes:
-        name: as in `by_name`.
-        models: by the configuration of the family; one that decodes without a cache says so, as `UncachedGeneration`.
-        fields: of their configurations, other than those of the size: what caches keep, say.
+        name: the name of the variant in `by_name`.
+        models: model class for each configuration class of a family. A class that cannot decode with a cache has the
+            attribute `decodes_with_cache = False`, as `UncachedGeneration` does.
+        fields: configuration fields that the variant sets in place of the size's, such as those that control caches.
     """
 
     name: str
@@ -76,7 +80,7 @@ class ModelVariant:
             AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 
     def build(self, size: Size, *, seed: int) -> PreTrainedModel:
-        """See `Variant`. The weights are drawn for vanilla and taken over where name and shape are the same."""
+        """See `Variant`. Weights are drawn for the vanilla model and copied wherever name and shape agree."""
         model_class, config = self._described(size)
         set_seed(seed)
         vanilla = MODEL_CLASSES[type(size)](_without_shift(size))
@@ -102,7 +106,7 @@ class ModelVariant:
         return ours - vanilla
 
     def _described(self, size: Size) -> tuple[Any, Any]:
-        """The class of the model, and its configuration."""
+        """Return the class of the model and its configuration."""
         if type(size) not in self.models:
             others = ", ".join(sorted(family.model_type for family in self.models))
             raise LabError(f"model.variant {self.name} has no {size.model_type}; it has {others}")
@@ -115,13 +119,13 @@ class ModelVariant:
         return model_class, config
 
 
-# The family's own model, where nothing shifts (of the Llamas transformers' Llama), and KV shift with all its options,
-# which are fields of a size: what is shifted, window, constraint and start values.
+# The family's model without shift (for Llamas, this is transformers' Llama), and KV shift with all its options, which
+# are fields of the size: targets, window, constraint and initial values.
 MODEL_VARIANTS = (ModelVariant(name="vanilla"), ModelVariant(name="kv-shift"))
 
 
 def shift_layers(model: nn.Module) -> list[KVShift]:
-    """The `KVShift` of each layer that shifts anything by numbers for each head, in order."""
+    """Return the `KVShift` of each layer that has targets and one set of coefficients per head, in order."""
     found = [module for module in model.modules() if isinstance(module, KVShift) and module.targets]
     return [module for module in found if getattr(module, "per_head", True)]
 

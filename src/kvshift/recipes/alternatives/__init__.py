@@ -1,4 +1,4 @@
-"""What the paper leaves open of its induction task, both ways: does the comparison of Figure 1a depend on it?"""
+"""Figure 1a under other readings of what the paper leaves open: does its comparison depend on the reading?"""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

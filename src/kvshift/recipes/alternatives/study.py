@@ -1,4 +1,4 @@
-"""What the paper leaves open of its induction task, both ways: does the comparison of Figure 1a depend on it?"""
+"""Figure 1a under other readings of what the paper leaves open: does its comparison depend on the reading?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
-from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
+from kvshift.lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, at_most, times, within
@@ -26,18 +26,18 @@ from kvshift.recipes.induction.first_repeat import LAST, SCORED
 
 LEVEL = 0.9
 FACTOR = 2.0
-"""Two ratios of steps count as alike within this."""
+"""Two ratios of steps count as equal if they differ by less than this factor."""
 MODELS = ((2, "vanilla"), (1, "kv-shift"))  # the longest run first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One way to read what the paper leaves open.
+    """One reading of what the paper leaves open.
 
     Attributes:
-        words: what figures and claims call it.
-        task: fields of the task that differ from ours.
-        mlp: width of the MLP over that of the model; None: 8 / 3.
+        words: name of the reading in figures and claims.
+        task: fields of the task's options that differ from `OURS`.
+        mlp: ratio of the MLP's width to the model's; None: 8 / 3.
     """
 
     words: str
@@ -55,7 +55,7 @@ READINGS = (
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """One layer with and two without, by each reading, with each seed."""
+    """Return jobs of one layer with KV shift and two without, under each reading, with each seed."""
     config, width, heads = fig01a.SIZES[preset]
     return [
         TrainingJob(arm=_arm(model, reading), config=_config(config, width, heads, model, reading, seed))
@@ -76,11 +76,11 @@ def _config(
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """By each reading the claim of Figure 1a, and whether its ratio is near that of ours."""
+    """Return the claim of Figure 1a under each reading, and whether its ratio is near that under `OURS`."""
     found, ours = [], _ratios(records, OURS)
     for reading in READINGS:
         reach = _reach(records, reading)
-        compared = compare_reach(*reach, names=("KV-shift, 1 layer", "vanilla, 2 layers"))
+        compared = compare_steps(*reach, names=("KV-shift, 1 layer", "vanilla, 2 layers"))
         found.append(
             Claim(
                 statement=f"{_said(reading)}: one layer with KV shift reaches {100 * LEVEL:g} % in at most half the "
@@ -88,7 +88,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="much earlier; it leaves this open",
                 ours=compared.text,
                 direction=at_most(compared, 0.5),
-                size=f"steps to {100 * LEVEL:g} %",
+                note=f"steps to {100 * LEVEL:g} %",
                 own=True,
             )
         )
@@ -98,7 +98,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _change(reading: Reading, theirs: list[float] | None, ours: list[float] | None) -> Claim:
-    """Whether the ratio by a reading is near that of ours; a run that never came there leaves it open."""
+    """Return the claim that a reading's ratio is near that of `OURS`; "not shown" if a run never reached the level."""
     if theirs is None or ours is None:
         said = f"no ratio: by {'this reading' if theirs is None else 'ours'} some run has not reached {100 * LEVEL:g} %"
     else:
@@ -108,13 +108,13 @@ def _change(reading: Reading, theirs: list[float] | None, ours: list[float] | No
         paper="it leaves this open",
         ours=said,
         direction="not shown" if theirs is None or ours is None else within(theirs, ours, margin=math.log(FACTOR)),
-        size="ratio of steps by this reading over that by ours",
+        note="ratio of steps by this reading over that by ours",
         own=True,
     )
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Accuracy at the first repeat over steps, a panel for each reading."""
+    """Plot the accuracy at the first repeat over steps, one panel for each reading."""
     models = by_arm(records)
     figure, panels = new_figure([reading.words for reading in READINGS], ylabels=["accuracy at the first repeat"])
     for axes, reading in zip(panels, READINGS, strict=True):
@@ -127,7 +127,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 def _arm(model: tuple[int, str], reading: Reading) -> Arm:
-    """By our reading that of Figure 1a, whose runs these are."""
+    """Return the arm of a model under a reading; under `OURS` it is the arm of Figure 1a, so the runs are shared."""
     layers, variant = model
     return Arm(variant=variant, layers=layers, case=None if reading is OURS else reading.words)
 
@@ -136,14 +136,14 @@ def _said(reading: Reading) -> str:
     return reading.words[0].upper() + reading.words[1:]
 
 
-def _reach(records: Sequence[Record], reading: Reading) -> list[Reach]:
-    """When one layer with KV shift was there, and two without."""
+def _reach(records: Sequence[Record], reading: Reading) -> list[StepsToLevel]:
+    """Return when one layer with KV shift reached `LEVEL`, and when two layers without did."""
     models = by_arm(records)
-    return [reach_of(accuracy_curves(models[_arm(model, reading)], SCORED), LEVEL) for model in MODELS[::-1]]
+    return [steps_to_level(accuracy_curves(models[_arm(model, reading)], SCORED), LEVEL) for model in MODELS[::-1]]
 
 
 def _ratios(records: Sequence[Record], reading: Reading) -> list[float] | None:
-    """The logarithm of the ratio of steps of each seed; None where some run has not come so far."""
+    """Return the logarithm of each seed's ratio of steps, or None if some run has not reached the level."""
     ours, theirs = _reach(records, reading)
     if ours.missing or theirs.missing:
         return None

@@ -1,4 +1,4 @@
-"""The rebuttal's control: on sentences of a context-free grammar, KV shift does not improve what a model writes."""
+"""The rebuttal's control: KV shift does not improve how well a model generates sentences of a context-free grammar."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

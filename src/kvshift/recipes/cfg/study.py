@@ -1,4 +1,4 @@
-"""The rebuttal's control: on sentences of a context-free grammar, KV shift does not improve what a model writes."""
+"""The rebuttal's control: KV shift does not improve how well a model generates sentences of a context-free grammar."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kvshift.recipes.cfg import ENTRY
 
 MEASURES = {"from_start": "from nothing", "from_prefix": "from the beginning of a sentence"}
 SHARE_MARGIN = 0.05
-"""Shares of sentences count as the same within this."""
+"""Shares of grammatical sentences that differ by less count as equal."""
 LOSS_MARGIN = 0.01
-"""So do losses, in nats per token."""
+"""Losses that differ by fewer nats per token than this count as equal."""
 NEAR = 0.05
-"""Nats per token above the least possible loss: a model that ends below that is near it."""
+"""A final loss counts as near the least possible if it exceeds it by fewer nats per token than this."""
 
 PAPER = TaskTrainConfig(
     out=Path(),
@@ -71,7 +71,7 @@ SMOKE = replace(
     questions=8,
 )
 
-# width, layers and heads beside each
+# By preset: config, width, layers and heads.
 SIZES = {
     "paper": (PAPER, 768, 12, 12),
     "long": (LONG, 64, 4, 4),
@@ -81,7 +81,7 @@ SIZES = {
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Both models with each seed."""
+    """Return a job for both models with each seed."""
     config, width, layers, heads = SIZES[preset]
     return [
         TrainingJob(
@@ -94,9 +94,9 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Performance is the same, by three measures; and whether each model is near the least possible loss.
+    """Return the claims that three measures of performance are equal, and whether losses are near the least possible.
 
-    In the end, or, of a run that ends long before, on the way: how soon a model learns.
+    Long runs compare final performance; runs shorter than `LONG` compare how soon a model learns.
     """
     ours, theirs = (by_arm(records)[arm] for arm in pair())
     steps = records[0].options["steps"]
@@ -117,7 +117,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper=words_of_paper,
                 ours=f"{percent(shifted)} against {percent(vanilla)}: {points(shifted, vanilla)}",
                 direction=within(shifted, vanilla, margin=SHARE_MARGIN),
-                size="the paper gives no number",
+                note="the paper gives no number",
             )
         )
     shifted, vanilla = ([record.result["evaluation"]["loss"] for record in seeds.values()] for seeds in (ours, theirs))
@@ -128,7 +128,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper=words_of_paper,
             ours=verdict([one - other for one, other in zip(shifted, vanilla, strict=True)]).text,
             direction=within(shifted, vanilla, margin=LOSS_MARGIN),
-            size=f"with shift {statistics.fmean(shifted):.3f}, "
+            note=f"with shift {statistics.fmean(shifted):.3f}, "
             f"without {statistics.fmean(vanilla):.3f}, least possible {floor:.3f}; the paper gives no number",
         )
     )
@@ -139,7 +139,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _near(after: str, label: str, losses: Sequence[float], floor: float) -> Claim:
-    """By the interval of the mean over seeds."""
+    """Return the question whether a loss is near the least possible, with the interval of the mean over seeds."""
     excess = [loss - floor for loss in losses]
     interval = t_interval(excess) if len(excess) > 1 else None
     ends = f" (95 % interval {interval[0]:.4f} to {interval[1]:.4f}, {len(excess)} seeds)" if interval else " (1 seed)"
@@ -147,12 +147,12 @@ def _near(after: str, label: str, losses: Sequence[float], floor: float) -> Clai
         statement=f"{after}, the loss of {label} is within {NEAR:g} nats per token of the least possible",
         ours=f"{statistics.fmean(excess):.4f} above it{ends}",
         direction=higher([NEAR] * len(excess), excess),
-        size=f"the least possible is {floor:.4f}: that of a model which knows the grammar, on the same sequences",
+        note=f"the least possible is {floor:.4f}: that of a model which knows the grammar, on the same sequences",
     )
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Loss over steps down to the least possible, and the share of sentences among what each run writes."""
+    """Plot the loss over steps with the least possible loss, and the share of grammatical sentences generated."""
     titles = ["Validation loss, down to the least possible", "Grammatical sentences written"]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS, "share of sentences"], height=3.4)
     draw_means(left, curves_by_label(records, "loss"))
@@ -170,7 +170,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 def _floor(records: Sequence[Record]) -> float:
-    """The least loss that can be expected on the sequences of the evaluation, in nats per token."""
+    """Return the least expected loss on the sequences of the evaluation, in nats per token."""
     task, batches = task_of(records[0].options), evaluation_of(records[0].options)
     assert isinstance(task, CFGTask)
     return statistics.fmean(map(task.loss_floor, batches), weights=[len(batch.input_ids) for batch in batches])

@@ -1,4 +1,4 @@
-"""Does KV shift lower the loss on real text, at 2, 4 and 8 layers? Settings, claims and margin, before any run."""
+"""Does KV shift lower the loss on real text, at 2, 4 and 8 layers? Settings, claims and margin precede all runs."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

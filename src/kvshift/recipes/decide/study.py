@@ -1,4 +1,4 @@
-"""Does KV shift lower the loss on real text, at 2, 4 and 8 layers? Settings, claims and margin, before any run."""
+"""Does KV shift lower the loss on real text, at 2, 4 and 8 layers? Settings, claims and margin precede all runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvshift.recipes.phase.changes import KIND_NAMES, Changes, mean_text
 from kvshift.recipes.phase.phase_search import BASE, tokens_per_step
 
 MARGIN = 0.01
-"""Nats per token: a smaller gain would be of little use. The paper's tables have gains of 0.01 to 0.03."""
+"""Smallest useful gain, in nats per token. The gains in the paper's tables are 0.01 to 0.03."""
 
 _STEP = 4096  # tokens
 LAPTOP = replace(
@@ -36,10 +36,10 @@ LAPTOP = replace(
     eval_every=100,
     eval_rows=384,
     save_every=500,
-    bf16="no",  # on a GPU, too
+    bf16="no",  # also on a GPU
 )
 _TOKENS = {8: 6_500_000, 4: 12_000_000, 2: 12_000_000}
-"""By layers, the longest run first."""
+"""Training tokens by number of layers, the longest run first."""
 
 PAPER = replace(
     LAPTOP,
@@ -59,7 +59,7 @@ SMOKE = replace(
     log_every=2,
 )
 _PILOT_RATE = 4e-3  # the middle of the grid
-_PILOT_SEEDS = 2000  # from here on, so that no seed is also reported
+_PILOT_SEEDS = 2000  # pilot seeds start here, so that none of them is also reported
 
 
 def _config(preset: str, layers: int) -> TrainConfig:
@@ -72,7 +72,7 @@ def _config(preset: str, layers: int) -> TrainConfig:
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
-    """Each depth, without and with, with each seed; the pilot has seeds of its own."""
+    """Return a job for each depth, with and without KV shift, with each seed; the pilot has its own seeds."""
     depths = (2, 1) if preset == "smoke" else tuple(_TOKENS)
     if preset == "pilot":
         seeds = [seed % _PILOT_SEEDS + _PILOT_SEEDS for seed in seeds]
@@ -80,7 +80,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
 
 
 def at_least(gains: Sequence[float], margin: float) -> Direction:
-    """Whether gains are at least `margin`: their 95 % interval lies at it or above, or wholly below."""
+    """Return "holds" if the 95 % interval of the gains lies at or above `margin`, "fails" if wholly below it."""
     interval = difference_interval(gains)
     if interval is None:
         return "not shown"
@@ -88,9 +88,9 @@ def at_least(gains: Sequence[float], margin: float) -> Direction:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """First the one that decides: the mean over depths by seed. Then each depth, when models copy, and the kinds.
+    """Return the deciding claim (mean over depths by seed), then claims by depth, on copying, and by kind of target.
 
-    The pilot, which chose how many seeds there are, decides none.
+    The pilot decides no claim: its runs determined the number of seeds.
     """
     if all(record.seed >= _PILOT_SEEDS for record in records):
         return []
@@ -112,8 +112,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     return found
 
 
-def _lower(where: str, gains: Sequence[float], size: str) -> list[Claim]:
-    """Whether there is a gain, and whether it is one of at least the margin."""
+def _lower(where: str, gains: Sequence[float], note: str) -> list[Claim]:
+    """Return the claims that there is a gain, and that it is at least `MARGIN`."""
     ours = verdict([-gain for gain in gains]).text
     return [
         Claim(
@@ -121,14 +121,14 @@ def _lower(where: str, gains: Sequence[float], size: str) -> list[Claim]:
             paper="lower at every size and in most cells of its tables, by 0.01 to 0.03 nats",
             ours=ours,
             direction=higher(gains, [0.0] * len(gains)),
-            size=size,
+            note=note,
         ),
         Claim(
             statement=f"{where}: the loss is lower by {MARGIN:g} nats per token or more",
             paper="not asked",
             ours=ours,
             direction=at_least(gains, MARGIN),
-            size="the margin was written down before the runs",
+            note="the margin was written down before the runs",
             own=True,
         ),
     ]
@@ -141,13 +141,13 @@ def _kind(changes: Changes, layers: int, kind: str) -> Claim:
         paper="not asked",
         ours=f"gain {mean_text(gains)}",
         direction=higher(gains, [0.0] * len(gains)),
-        size="nats per token; positions from 64 on",
+        note="nats per token; positions from 64 on",
         own=True,
     )
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Loss and prefix matching over tokens, and the gain at the end by depth and kind of target."""
+    """Plot loss and prefix matching over tokens, and the final difference of losses by depth and kind of target."""
     changes = Changes(records)
     titles = ["Validation loss", "Prefix matching, best head", "KV-shift minus vanilla at the end, by kind of target"]
     figure, (losses, matching, gains) = new_figure(

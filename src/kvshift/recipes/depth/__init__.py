@@ -1,4 +1,4 @@
-"""Does the gain survive depth? Real text at several depths: what the reviewers of the paper asked."""
+"""Does the gain survive depth? Models of several depths on real text, a question of the paper's reviewers."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -1,4 +1,4 @@
-"""Does the gain survive depth? Real text at several depths: what the reviewers of the paper asked."""
+"""Does the gain survive depth? Models of several depths on real text, a question of the paper's reviewers."""
 
 from __future__ import annotations
 
@@ -64,47 +64,47 @@ SMOKE = replace(
     log_every=2,
 )
 
-# config, and depths, the longest run first
+# By preset: config and depths, the longest run first.
 SIZES = {"paper": (PAPER, (16, 8, 4, 2)), "laptop": (LAPTOP, (8, 4, 2)), "smoke": (SMOKE, (2, 1))}
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
-    """Each depth, with and without, with each seed."""
+    """Return a job for each depth, with and without KV shift, with each seed."""
     config, depths = SIZES[preset]
     return pairs_of_depths(config, depths, seeds)
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The validation losses of one preset's models: by depth and variant, one for each seed.
+    """The validation losses of one preset's models by depth and variant, one for each seed.
 
     Attributes:
-        records: of the preset.
+        records: records of the preset.
     """
 
     records: Sequence[Record]
 
     @cached_property
     def depths(self) -> list[int]:
-        """Least first."""
+        """Depths of the models, shallowest first."""
         return sorted({int(record.options["model"]["num_hidden_layers"]) for record in self.records})
 
     @cached_property
     def compute(self) -> float:
-        """FLOPs of the shallowest vanilla model's whole run, for each token of a step."""
+        """Training FLOPs per token of the shallowest vanilla model, summed over all its steps."""
         shallowest = next(iter(self._runs(self.depths[0], "vanilla").values()))
         return shallowest.options["steps"] * _flops(shallowest)
 
     def at_end(self, layers: int, variant: str) -> list[float]:
-        """After all steps."""
+        """Return the loss of each seed after all steps."""
         return [last_loss(record) for record in self._runs(layers, variant).values()]
 
     def at_equal_compute(self, layers: int, variant: str) -> list[float]:
-        """When as much was computed as the shallowest vanilla model takes for all its steps."""
+        """Return the loss of each seed after the compute of the shallowest vanilla model's whole run."""
         return [at_compute(record, self.compute) for record in self._runs(layers, variant).values()]
 
     def gains(self, layers: int, *, equal_compute: bool = False) -> list[float]:
-        """What each seed's loss is lower by with KV shift."""
+        """Return by how much the loss of each seed is lower with KV shift."""
         losses = self.at_equal_compute if equal_compute else self.at_end
         ours, theirs = (losses(layers, variant) for variant in PAIR)
         return [other - one for one, other in zip(ours, theirs, strict=True)]
@@ -114,22 +114,22 @@ class Losses:
 
 
 def at_compute(record: Record, compute: float) -> float:
-    """The validation loss of a run when it had taken so many FLOPs, by a straight line between evaluations.
+    """Return the validation loss of a run after `compute` FLOPs, linearly interpolated between evaluations.
 
     Args:
-        record: of the run.
-        compute: FLOPs for each token of a step, summed over the steps; one past the last step counts as that.
+        record: record of the run.
+        compute: training FLOPs per token, summed over steps; beyond the last step, the last loss is returned.
     """
     return value_at(record, "loss", compute / _flops(record))
 
 
 def _flops(record: Record) -> float:
-    """Of training, for one token."""
+    """Return the training FLOPs per token."""
     return training_flops(llama_of(record), record.options["data"]["sequence_length"]).model
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """The gain at each depth, whether it shrinks with depth, and what becomes of it at equal compute."""
+    """Return the claims about the gain at each depth, at equal steps and equal compute, and whether it shrinks."""
     losses = Losses(records)
     least, most = losses.depths[0], losses.depths[-1]
     steps, found = records[0].options["steps"], []
@@ -149,19 +149,19 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _pooled(losses: Losses, steps: int) -> Claim:
-    """The mean over depths: one for each seed, because depths share seeds."""
+    """Return the claim about the mean over depths, one value for each seed because depths share seeds."""
     gains = [statistics.fmean(of_seed) for of_seed in zip(*map(losses.gains, losses.depths), strict=True)]
     depths = ", ".join(map(str, losses.depths))
     return lower_loss(
         f"After {steps:,} steps, mean over {depths} layers, by seed: a lower loss with KV shift",
         [-gain for gain in gains],
         [0.0] * len(gains),
-        size="nats per token; chosen after the data had been seen",
+        note="nats per token; chosen after the data had been seen",
     )
 
 
 def _against_depth(losses: Losses, least: int, most: int) -> Claim:
-    """Whether the gain shrinks from the shallowest to the deepest models, paired by seed."""
+    """Return the question whether the gain is no smaller in the deepest than in the shallowest models, by seed."""
     shallow, deep = losses.gains(least), losses.gains(most)
     names = (f"the gain with {layers_text(most)}", f"that with {least}")
     changes = [more - less for more, less in zip(deep, shallow, strict=True)]
@@ -170,12 +170,12 @@ def _against_depth(losses: Losses, least: int, most: int) -> Claim:
         statement=f"The gain with {layers_text(most)} is no smaller than with {least}",
         ours=f"{means}; {verdict(changes, names=names).text}",
         direction=higher(deep, shallow),
-        size="of one number of steps; each variant at its best learning rate",
+        note="of one number of steps; each variant at its best learning rate",
     )
 
 
 def _deeper_without(losses: Losses, layers: int, more: int) -> Claim:
-    """Whether so many layers with shift are ahead of more without, at equal compute."""
+    """Return the claim that `layers` layers with the shift beat `more` layers without, at equal compute."""
     ours = losses.at_equal_compute(layers, "kv-shift")
     theirs = losses.at_equal_compute(more, "vanilla")
     names = (Arm(variant="kv-shift", layers=layers).label, Arm(variant="vanilla", layers=more).label)
@@ -184,7 +184,7 @@ def _deeper_without(losses: Losses, layers: int, more: int) -> Claim:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Loss over compute at each depth, and what KV shift gains against depth."""
+    """Plot the loss over compute at each depth, and the gain of KV shift by depth."""
     losses, models = Losses(records), by_arm(records)
     titles = ["Loss over compute", "KV-shift minus vanilla"]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS, "difference (nats per token)"], height=3.8)

@@ -1,4 +1,4 @@
-"""Masked words of real text: does an encoder, which sees what follows anyway, gain by a shift that looks both ways?"""
+"""Masked tokens of real text: does a bidirectional encoder gain from a shift in both directions?"""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -1,4 +1,4 @@
-"""Masked words of real text: does an encoder, which sees what follows anyway, gain by a shift that looks both ways?"""
+"""Masked tokens of real text: does a bidirectional encoder gain from a shift in both directions?"""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SIZES = {"paper": PAPER, "laptop": LAPTOP, "smoke": SMOKE}
 
 
 def _models(size: EncoderOptions) -> dict[str, EncoderOptions]:
-    """By what figures call them; vanilla first."""
+    """Return the models by their names in figures, vanilla first."""
     one_way = replace(size, shift_window=2)
     return {
         VANILLA: with_variant(size, "vanilla"),
@@ -78,7 +78,7 @@ def _models(size: EncoderOptions) -> dict[str, EncoderOptions]:
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Each model with each seed."""
+    """Return a job for each model with each seed."""
     config = SIZES[preset]
     assert isinstance(config.model, EncoderOptions)
     return [
@@ -89,7 +89,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Each shift against none, and both ways against the better one way, by the losses of paired seeds."""
+    """Return claims comparing each shift with none, and both directions with the better single one, paired by seed."""
     losses = {
         arm: [last_mean(record, "loss", 1) for record in seeds.values()] for arm, seeds in by_arm(records).items()
     }
@@ -103,7 +103,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             losses[arm],
             losses[other],
             names=(arm.label, other.label),
-            size=f"nats per masked token: {statistics.fmean(losses[arm]):.4f} against "
+            note=f"nats per masked token: {statistics.fmean(losses[arm]):.4f} against "
             f"{statistics.fmean(losses[other]):.4f}, each at its best learning rate",
         )
         for arm, other in pairs
@@ -111,7 +111,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """The loss at masked tokens of the validation text, and the accuracy there, by step."""
+    """Plot the loss and the accuracy at masked tokens of the validation text by step."""
     shown = {"loss": "validation loss\n(nats per masked token)", SCORED: "accuracy at masked tokens"}
     figure, panels = new_figure(["Loss", "Accuracy"], ylabels=[*shown.values()], height=3.4)
     for axes, name in zip(panels, shown, strict=True):

@@ -1,4 +1,4 @@
-"""Figure 1a: one layer with KV shift learns induction, and sooner than two layers without."""
+"""Figure 1a: one layer with KV shift learns induction, and does so sooner than two layers without."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -32,7 +32,7 @@ SIZES = {"paper": PAPER, "laptop": LAPTOP, "smoke": fig01a.SMOKE}
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Each model with each seed."""
+    """Return a job for each model with each seed."""
     return [
         TrainingJob(
             arm=Arm(variant=variant, layers=layers),
@@ -44,7 +44,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """KV shift is ahead, and two layers without stay poor."""
+    """Return the claim that one layer with KV shift is ahead of two layers without."""
     models = by_arm(records)
     shifted, vanilla = (Arm(variant=variant, layers=layers) for layers, variant in MODELS[::-1])
     ours, theirs = (final_accuracy(models[arm]) for arm in (shifted, vanilla))
@@ -56,7 +56,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="near 100 % against very poor",
             ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; KV-shift {reach[shifted].text}",
             direction=higher(ours, theirs),
-            size=f"the mean of the last {LAST} evaluations; the paper's axes are not legible; chance among tokens of a "
+            note=f"the mean of the last {LAST} evaluations; the paper's axes are not legible; chance among tokens of a "
             f"sequence is {100 * chance(records):.1f} %",
         ),
     ]

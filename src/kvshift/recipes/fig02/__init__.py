@@ -1,4 +1,4 @@
-"""Figure 2: the loss of Theorem 3.4 over a square of coefficients, and where descent leads, there and beyond it."""
+"""Figure 2: the loss of Theorem 3.4 on a square of coefficients, and gradient descent within and beyond it."""
 
 from kvshift.lab.study.entry import Entry, Preset
 

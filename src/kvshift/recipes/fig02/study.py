@@ -1,6 +1,6 @@
-"""Figure 2: the loss of Theorem 3.4 over a square of coefficients, and where descent leads, there and beyond it.
+"""Figure 2: the loss of Theorem 3.4 on a square of coefficients, and gradient descent within and beyond it.
 
-Nothing is trained or drawn by chance: all numbers follow from formulas.
+Nothing is trained and nothing is random: all numbers follow from formulas.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ class FieldConfig:
     """One row of the figure."""
 
     form: Literal["exact", "paper", "script"]
-    """exact: as derived. paper: Table 3, with a constant c for O(T). script: what appendix L computes."""
+    """Formula of the loss. exact: as derived. paper: Table 3, with a constant c for O(T). script: as in appendix L."""
     points: int
-    """Of each side of the square, for the numbers; the script of appendix L takes 1000."""
+    """Grid points per side of the square for the numbers; the script of appendix L uses 1000."""
     drawn: int
-    """Of each side, for the figure."""
+    """Grid points per side in the figure."""
     starts: int
-    """Of each side, from which descent within the square is followed."""
+    """Starting points per side for descent within the square."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig:
-    """Descent from all coefficients 0.5, with all four free."""
+    """Gradient flow with all four coefficients free, each starting at 0.5."""
 
     tokens: tuple[int, ...] = (8, 32, 102)
-    """T."""
+    """Sequence lengths T."""
     time: float = 10_000.0
-    """Learning rate times steps."""
+    """Duration: learning rate times number of steps."""
     points: int = 60
-    """Of each trajectory."""
+    """Number of points in each trajectory."""
 
 
 def compute_fields(config: FieldConfig) -> dict[str, Any]:
-    """For each panel of the row: `check_panel`, and the field that is drawn, to five digits."""
+    """Return, for each panel of the row, the numbers of `check_panel` and the field to draw, to five digits."""
     return {
         "panels": {
             title: {
@@ -68,7 +68,7 @@ def compute_fields(config: FieldConfig) -> dict[str, Any]:
 
 
 def compute_flows(config: FlowConfig) -> dict[str, Any]:
-    """For each T: the trajectory, and the least loss of the square that it leaves."""
+    """Return, for each T, the trajectory and, as "square", the least loss within the square that it leaves."""
     flows = []
     for tokens in config.tokens:
         flow = gradient_flow(exact(tokens), time=config.time, points=config.points)
@@ -90,7 +90,7 @@ SIZES = {
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[Computation]:
-    """Each formula, and the flow; the same for all seeds, so that there is one."""
+    """Return a job for each formula and one for the flow. Seeds are ignored because nothing depends on them."""
     points, drawn, starts, flow = SIZES[preset]
     fields = [
         Computation(
@@ -104,7 +104,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Computation]:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """A row for each formula, and below them the coefficients of the flow."""
+    """Plot a row of panels for each formula, and below them the coefficients along the flow."""
     from kvshift.lab.analysis.fields import draw_field, draw_flow
 
     fields = {
@@ -123,7 +123,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """What the figure is read for, by the loss as derived; beside it what the printed formulas give."""
+    """Return the claims read from the figure, decided by the loss as derived and compared with the printed formulas."""
     panels = {form: [*_panels(records, form).values()] for form in FORMS}
     at = {form: [tuple(panel["minimum"]) for panel in panels[form]] for form in FORMS}
     lowest = {form: [panel["lowest"] for panel in panels[form]] for form in FORMS}
@@ -142,14 +142,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="in all three panels",
             ours=f"derived: {', '.join(f'{value:.5f}' for value in lowest['exact'])} there, for T = 4, 12, 102",
             direction=decided(at["exact"] == [induction] * 3),
-            size=f"elsewhere by {' and '.join(others)}" if others else "there by Table 3 and by the script, too",
+            note=f"elsewhere by {' and '.join(others)}" if others else "there by Table 3 and by the script, too",
         ),
         Claim(
             statement="Descent leads to induction",
             paper="yes",
             ours=f"derived: {_shares(caught['exact'])} of the starts end elsewhere",
             direction=decided(max(caught["exact"]) == 0),
-            size=f"by Table 3, {_shares(caught['paper'])} for O(T) = 0, 10, 100: a trap at (1, 0) that its slip makes",
+            note=f"by Table 3, {_shares(caught['paper'])} for O(T) = 0, 10, 100: a trap at (1, 0) that its slip makes",
         ),
         Claim(
             statement="As O(T) increases, the contour lines become sparse",
@@ -157,7 +157,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             ours=f"derived: the loss spans {', '.join(f'{span:.3g}' for span in spans)} nats, "
             f"{_listed(levels['exact'])} levels",
             direction=decided(spans[0] > spans[1] > spans[2]),
-            size=f"there partly by accident: at O(T) = 100 the script's loss is {lowest['script'][2]:.2f} and more, "
+            note=f"there partly by accident: at O(T) = 100 the script's loss is {lowest['script'][2]:.2f} and more, "
             "and its levels end at 10",
         ),
         Claim(
@@ -165,7 +165,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="a small non-monotonic process",
             ours=f"derived: on {_shares(away)} of the square a1 or b1 first moves away from induction",
             direction=decided(away[0] > away[1] > away[2]),
-            size="the paper gives no share",
+            note="the paper gives no share",
         ),
         Claim(
             statement="The script of appendix L draws the loss of Theorem 3.4",
@@ -173,7 +173,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             ours=f"least loss at O(T) = 0, 10, 100: script {_losses(lowest['script'])}; "
             f"Table 3 {_losses(lowest['paper'])}; derived {_losses(lowest['exact'])}",
             direction=decided(bool(np.allclose(lowest["script"], lowest["paper"], rtol=1e-6))),
-            size="it has A2 + b2 for A2 b2, and adds e^c where the theorem has O(T) = c",
+            note="it has A2 + b2 for A2 b2, and adds e^c where the theorem has O(T) = c",
         ),
         Claim(
             statement="With all four coefficients free, descent still goes to induction",
@@ -181,7 +181,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             ours=f"T = {middle['tokens']}: a = ({a1:.2f}, {a2:.2f}), b = ({b1:.2f}, {b2:.2f}), "
             f"loss {middle['loss'][-1]:.2g}",
             direction=decided(all(_sharpens(flow) for flow in flows)),
-            size=f"attention grows ever sharper and the loss goes towards 0; the square has {middle['square']:.2f} "
+            note=f"attention grows ever sharper and the loss goes towards 0; the square has {middle['square']:.2f} "
             "at least",
             own=True,
         ),
@@ -189,7 +189,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _sharpens(flow: Mapping[str, Any]) -> bool:
-    """Whether a2 and b1 are ahead and the loss is below that of the square."""
+    """Return True if the flow ends with a2 > a1, b1 > b2 and a loss below the least loss within the square."""
     a1, a2, b1, b2 = flow["coefficients"][-1]
     return a2 > a1 and b1 > b2 and flow["loss"][-1] < flow["square"]
 
@@ -215,7 +215,7 @@ def _listed(values: Sequence[object]) -> str:
 
 
 def _short(field: Field) -> dict[str, Any]:
-    """A field whose heights and directions have five digits: a figure shows no more, and records stay small."""
+    """Return the field as JSON with losses and directions rounded to five digits, which keeps records small."""
     exactly = field.to_json()
     places = ("alpha1", "beta1")  # must stay evenly spaced
     return {

@@ -1,4 +1,4 @@
-"""Figure 3 and Table 2: the models of 2.9B and 19B, whose sharded step can be tried without their memory."""
+"""Figure 3 and Table 2: the 2.9B and 19B models, whose sharded training step is tried without allocating memory."""
 
 from kvshift.lab.study.entry import Entry, Preset
 

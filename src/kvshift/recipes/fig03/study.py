@@ -1,4 +1,4 @@
-"""Figure 3 and Table 2: the models of 2.9B and 19B, whose sharded step can be tried without their memory."""
+"""Figure 3 and Table 2: the 2.9B and 19B models, whose sharded training step is tried without allocating memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """A model on as many devices as the paper had.
+    """A model sharded over as many devices as the paper used.
 
     Attributes:
-        size: of the model.
-        variant: its name.
-        devices: processes.
-        length: tokens in a sequence.
-        layers: of the model; None: all.
+        size: name of the model size.
+        variant: name of the variant.
+        devices: number of processes.
+        length: tokens per sequence.
+        layers: number of layers; None: all layers of the size.
     """
 
     size: str
@@ -45,7 +45,7 @@ class Sharded:
     layers: int | None = None
 
 
-# By preset: size, devices and context of Table 16, and layers.
+# By preset: size, devices and context length of Table 16, and number of layers.
 SHARDED = {
     "smoke": (("0.2B", 8, 64, 1),),
     "laptop": (("2.9B", 512, 4096, None), ("19B", 240, 12_288, None)),
@@ -55,7 +55,7 @@ _NAMED = {"0.2B": 0.14, "2.9B": 2.9, "19B": 19.0}  # billions
 
 
 def try_step(config: Sharded) -> dict[str, Any]:
-    """A dry run of one step, what `kvshift plan` says of it, and the FLOPs of a token."""
+    """Return the memory of a dry-run step, the memory planned by `kvshift plan`, and the training FLOPs per token."""
     options = with_variant(ModelConfig(size=config.size), config.variant)
     model = llama_config(options, vocab_size=1, sequence_length=config.length)
     if config.layers is not None:
@@ -78,7 +78,7 @@ def try_step(config: Sharded) -> dict[str, Any]:
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[Computation | StudyJob]:
-    """Dry runs; with the preset paper the training itself."""
+    """Return the dry runs; for the preset paper, the training runs themselves."""
     if preset == "paper":
         return [
             job(LARGE[size], LARGE[size].places[0], variant, seed)
@@ -100,7 +100,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Computation | StudyJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Of dry runs: sizes, and bytes beside the plan. Of training: which loss is lower."""
+    """Return the claims: for dry runs about sizes and planned memory, for training runs about losses."""
     if any(record.curve for record in records):
         return _trained(records)
     found = []
@@ -115,7 +115,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     paper=f"{options['size']}",
                     ours=f"{total:,}",
                     direction=decided(abs(total / 1e9 / _NAMED[options["size"]] - 1) < 0.01),
-                    size=f"as counted by formula: {result['counted']:,}",
+                    note=f"as counted by formula: {result['counted']:,}",
                     by="arithmetic",
                 )
             )
@@ -126,7 +126,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="trained there",
                 ours=f"{share / GIB:.3f} GiB on the first process; activations are not compared",
                 direction=decided(0.99 < share / planned < 1.05),
-                size=f"{planned / GIB:.3f} GiB planned; {result['gathered'] / GIB:.2f} GiB of weights gathered; "
+                note=f"{planned / GIB:.3f} GiB planned; {result['gathered'] / GIB:.2f} GiB of weights gathered; "
                 f"{result['flops_per_token'] / 1e9:.1f} GFLOP for each token",
                 own=True,
                 by="arithmetic",
@@ -139,14 +139,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _benchmarks(size: str) -> Claim:
-    """Of Table 2, after all tokens; which no model that fits a laptop can be asked."""
+    """Return the claim of Table 2, the scores after all tokens, which no model that fits a laptop can test."""
     ours, theirs = _MEANS[size]
     return Claim(
         statement=f"{size}: KV-shift scores higher than vanilla on eight benchmarks",
         paper=f"{ours:.2f} against {theirs:.2f}, the mean of eight, one run of each",
         ours="nothing was trained",
         direction="not testable here",
-        size="models that fit a laptop answer these benchmarks at chance",
+        note="models that fit a laptop answer these benchmarks at chance",
     )
 
 
@@ -163,14 +163,14 @@ def _trained(records: Sequence[Record]) -> list[Claim]:
                 lambda ours, theirs: "not shown",
                 statement=f"{replace(arm, variant=None)}: {ours} has a lower loss than {theirs}",
                 paper="lower throughout, without numbers",
-                size="one pair of runs decides nothing",
+                note="one pair of runs decides nothing",
             )
         )
     return found
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Of dry runs, the bytes of a device beside the plan; of training, the losses."""
+    """Plot the memory of a device beside the planned memory for dry runs, or the losses for training runs."""
     if any(record.curve for record in records):
         figure, (axes,) = new_figure(["Training"], ylabels=[LOSS], height=4)
         draw_curves(axes, curves_by_label(records, "loss"))

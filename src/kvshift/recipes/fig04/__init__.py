@@ -1,6 +1,6 @@
 """Figure 4: vanilla and KV shift over seeds and learning rates, and which of them diverge.
 
-No preset has a grid: the rates are the subject, `PAPER_RATES` in study.py.
+No preset has a grid, because the learning rates are themselves the subject: `PAPER_RATES` in study.py.
 """
 
 from kvshift.lab.study.entry import Entry, Preset

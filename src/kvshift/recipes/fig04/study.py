@@ -19,12 +19,12 @@ from kvshift.recipes.fig04 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, TABLES, Place, Setting, claim_of, job
 
 PAPER_RATES = (1e-4, 2e-4, 1e-3, 1e-2)
-"""Of the paper's models; a smaller model is trained at these times `Setting.scale` (4 in laptop, 16 in smoke)."""
+"""Learning rates of the paper; smaller models train at these times `Setting.scale` (4 in laptop, 16 in smoke)."""
 RISE = 0.5
-"""Nats per token: a run that ends so far above its own lowest loss has diverged, too."""
+"""A run that ends more than this many nats per token above its own lowest loss has also diverged."""
 
 _LATER = OptimizerConfig(warmup_steps=40)
-"""AdamW with weight decay, clipping and a constant rate, as in Table 16; warm-up is a tenth of all steps, as there."""
+"""AdamW with weight decay, clipping, a constant rate and warm-up over a tenth of all steps, all as in Table 16."""
 
 
 def _setting(preset: str) -> tuple[Setting, Place]:
@@ -37,7 +37,7 @@ def _setting(preset: str) -> tuple[Setting, Place]:
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
-    """Each learning rate, with and without, with each seed; an arm has the paper's rate."""
+    """Return a job for each learning rate, with and without KV shift, with each seed; arms have the paper's rate."""
     setting, place = _setting(preset)
     found = []
     for rate in PAPER_RATES:
@@ -50,7 +50,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
 
 
 def has_diverged(record: Record) -> bool:
-    """Whether a number was not finite, or the loss at the end lies `RISE` above its own lowest."""
+    """Return True if the run met a non-finite number or its final loss is more than `RISE` above its lowest loss."""
     if diverged(record):
         return True
     losses = accuracy_curve(record, "loss")[1]
@@ -58,7 +58,7 @@ def has_diverged(record: Record) -> bool:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """At each rate which is lower; at the highest, which diverge."""
+    """Return the claims about the lower loss at each rate, and about divergence at the highest rate."""
     models = by_arm(records)
     runs = {(variant, rate): models[Arm(variant=variant, rate=rate)] for variant in PAIR for rate in PAPER_RATES}
     found = []
@@ -70,7 +70,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 (VARIANTS["kv-shift"].label, VARIANTS["vanilla"].label),
                 statement=f"At the paper's rate {rate:g}, KV-shift has a lower loss than vanilla",
                 paper="always better, over 5 seeds" if rate == PAPER_RATES[1] else "better, without numbers",
-                size=_rate_of(ours[0] if 0 in ours else next(iter(ours.values()))),
+                note=_rate_of(ours[0] if 0 in ours else next(iter(ours.values()))),
             )
         )
     ours, theirs = (runs[variant, PAPER_RATES[-1]] for variant in PAIR)
@@ -81,7 +81,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         ours=f"in {sum(both)} of {len(both)} seeds; vanilla diverges in {sum(map(has_diverged, theirs.values()))}, "
         f"KV-shift in {sum(map(has_diverged, ours.values()))}",
         direction=sign_test(sum(both), len(both) - sum(both)),
-        size=f"{_rate_of(ours[0] if 0 in ours else next(iter(ours.values())))}; to diverge is to end at no finite "
+        note=f"{_rate_of(ours[0] if 0 in ours else next(iter(ours.values())))}; to diverge is to end at no finite "
         f"number, or {RISE} nats above one's own lowest loss",
     )
     if records[0].options["model"].get("size") is None and not any(map(has_diverged, theirs.values())):
@@ -90,7 +90,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _at_low_rates(runs: Mapping[tuple[str, float], Mapping[int, Record]]) -> Claim:
-    """Whether the gain shrinks at low rates, what the reviewers feared: of the last rate but one and of the first."""
+    """Return the claim, raised by a reviewer, that the gain is larger at the second highest rate than at the lowest."""
     high, low = PAPER_RATES[-2], PAPER_RATES[0]
     pairs = [paired_losses(*(runs[variant, rate] for variant in PAIR)) for rate in (high, low)]
     gains = [[theirs - ours for ours, theirs in known] for known in pairs if known]
@@ -109,7 +109,7 @@ def _rate_of(record: Record) -> str:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Loss over steps, a panel for each rate."""
+    """Plot the loss over steps, one panel for each rate."""
     models = by_arm(records)
     runs = [{variant: models[Arm(variant=variant, rate=rate)] for variant in PAIR} for rate in PAPER_RATES]
     titles = [

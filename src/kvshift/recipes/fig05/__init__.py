@@ -1,4 +1,4 @@
-"""Figure 5: losses by size."""
+"""Figure 5: losses by model size."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -1,4 +1,4 @@
-"""Figure 5: losses by size."""
+"""Figure 5: losses by model size."""
 
 from __future__ import annotations
 

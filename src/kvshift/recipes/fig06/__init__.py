@@ -1,4 +1,4 @@
-"""Figure 6: the power law, and three times the tokens."""
+"""Figure 6: the power law of loss by size, and training on three times the tokens."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -1,4 +1,4 @@
-"""Figure 7a: keys alone, values alone."""
+"""Figure 7a: a shift of keys alone, and of values alone."""
 
 from kvshift.recipes.language_models import figure_entry
 

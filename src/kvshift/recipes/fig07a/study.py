@@ -1,4 +1,4 @@
-"""Figure 7a: keys alone, values alone."""
+"""Figure 7a: a shift of keys alone, and of values alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvshift.recipes.language_models.settings import compared, places_of, pooled
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Whether both beat one alone, and one alone beats none: at each place, and over all."""
+    """Return the claims that both shifts beat one alone, and one alone beats none, at each place and pooled."""
     words = "both play an important role"
     pairs = (("kv-shift", "k-shift"), ("kv-shift", "v-shift"), ("k-shift", "vanilla"), ("v-shift", "vanilla"))
     return [

@@ -1,4 +1,4 @@
-"""Figure 7b: longer windows."""
+"""Figure 7b: longer shift windows."""
 
 from kvshift.recipes.language_models import figure_entry
 

@@ -1,4 +1,4 @@
-"""Figure 7b: longer windows."""
+"""Figure 7b: longer shift windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figure 8: hops from letter to letter, and how many of them models with two to six layers can follow."""
+"""Figure 8: k-hop induction, and how many hops models with two to six layers can follow."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -1,4 +1,4 @@
-"""Figure 8: hops from letter to letter, and how many of them models with two to six layers can follow."""
+"""Figure 8: k-hop induction, and how many hops models with two to six layers can follow."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PUBLISHED = {
     5: (0.0009, 0.0012, 0.0033, 0.0371, 0.1034, 0.2182, 0.4137),
     6: (0.0002, 0.0004, 0.0016, 0.0059, 0.0099, 0.0116, 0.0616),
 }
-"""Errors of the vanilla models by layers, at k = `HOPS` (`local/errors.json` of hop-induction-heads): one run each,
-100 sequences for every k, with dropout active."""
+"""Published errors of the vanilla models by number of layers, at k = `HOPS` (`local/errors.json` of
+hop-induction-heads): one run each, 100 sequences for every k, with dropout active."""
 
 PAPER = TaskTrainConfig(
     out=Path(),
@@ -97,8 +97,8 @@ SMOKE = replace(
     save_every=4,
 )
 
-_VISIBLE = 5e-3  # the largest error of a depth that the figure shows
-_LEAST = 5e-4  # what reads 0.0 % with one digit
+_VISIBLE = 5e-3  # the figure omits depths whose largest error is below this
+_LEAST = 5e-4  # smaller errors are printed as 0.0 % with one digit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class HopJob(MeasuredJob):
     """Train one model, then measure its error at every k, with dropout off and on.
 
     Attributes:
-        rows: how many sequences for each k.
+        rows: number of sequences for each k.
     """
 
     measured = "errors"
@@ -118,16 +118,16 @@ class HopJob(MeasuredJob):
 
 
 def errors_by_hops(model: Any, config: HopConfig, rows: int, device: torch.device) -> dict[str, Any]:
-    """The share of wrong answers among the defined targets, for each k = 1 ... max_hops.
+    """Return the share of wrong answers among the defined targets, for each k = 1 ... max_hops.
 
     Args:
-        model: a language model of the task, on `device`.
-        config: of the task.
-        rows: how many evaluation sequences for each k, the same for all models.
-        device: of the model.
+        model: language model of the task, on `device`.
+        config: options of the task.
+        rows: number of evaluation sequences for each k; they are the same for all models.
+        device: device of the model.
 
     Returns:
-        "off" and "on", with dropout so: errors by k, as strings; "rows".
+        "off" and "on": errors by k (as a string) without and with dropout; "rows": the argument.
     """
     names = HopTask(config).slice_names
     batches = [
@@ -137,14 +137,14 @@ def errors_by_hops(model: Any, config: HopConfig, rows: int, device: torch.devic
     ]
     errors: dict[str, Any] = {"rows": rows}
     with torch.random.fork_rng():
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # seeds dropout
         for name, dropout in (("off", False), ("on", True)):
             accuracy = score(model, batches, names, device, dropout=dropout)["accuracy"]
             errors[name] = {str(hops): 1 - accuracy[f"hops_{hops}"] for hops in range(1, config.max_hops + 1)}
     return errors
 
 
-# config by layers, the longest run first; width, dropout, sequences for each k
+# By preset: config by number of layers, the longest run first; width; dropout; sequences for each k.
 SIZES: dict[str, tuple[dict[int, TaskTrainConfig], int, float, int]] = {
     "paper": ({6: SIX_LAYERS, **dict.fromkeys((5, 4, 3, 2), PAPER)}, 128, 0.1, 1000),
     "hops8": (dict.fromkeys((6, 4, 2), HOPS8), 64, 0.1, 1000),
@@ -154,7 +154,7 @@ SIZES: dict[str, tuple[dict[int, TaskTrainConfig], int, float, int]] = {
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[HopJob]:
-    """Each depth, with and without, with each seed."""
+    """Return a job for each depth, with and without KV shift, with each seed."""
     configs, width, dropout, rows = SIZES[preset]
     return [
         HopJob(
@@ -172,7 +172,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[HopJob]:
     ]
 
 
-# By layers and the largest k: what findings.md says of the runs that chose the rates.
+# By number of layers and largest k: a caveat of findings.md about the runs that chose the rates.
 _CAVEATS = {
     (6, 8): "; one more pair of runs, which chose these rates, errs in 0.38 against 0.44 % over all k: with it, the "
     "interval of the mean would contain 0"
@@ -180,7 +180,7 @@ _CAVEATS = {
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """KV shift follows more hops at each depth, most of all at the largest k; more layers follow more."""
+    """Return the claims that KV shift makes fewer errors at each depth and at the largest k, as do more layers."""
     models, depths, largest = by_arm(records), _depths(records), _largest(records)
     found = []
     for layers in depths:
@@ -191,7 +191,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="the lower curve",
                 ours=_against(ours, theirs) + _CAVEATS.get((layers, largest), ""),
                 direction=higher(theirs, ours),
-                size="the paper gives no numbers for KV shift",
+                note="the paper gives no numbers for KV shift",
             )
         )
     layers = 5 if 5 in depths else depths[-1]
@@ -202,7 +202,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper=f"with 5 layers and k = 16 small against {PUBLISHED[5][-1]:.1%}".replace("%", " %"),
             ours=_against(ours, theirs) + _CAVEATS.get((layers, largest), ""),
             direction=higher(theirs, ours),
-            size="as in the paper" if (layers, largest) == (5, 16) else "another size than in the paper",
+            note="as in the paper" if (layers, largest) == (5, 16) else "another size than in the paper",
         ),
         *(_deeper(models, depths, variant) for variant in PAIR if len(depths) > 1),
         *(_worth_a_layer(models, *pair) for pair in pairwise(depths)),
@@ -213,7 +213,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Error by k, a panel for each depth: a line for each seed, and what was published."""
+    """Plot the error by k, a panel for each depth with a line for each seed, beside the published errors."""
     models, depths, largest = by_arm(records), _depths(records), _largest(records)
     runs = {
         layers: {replace(arm, layers=None).label: models[arm].values() for arm in pair(layers=layers)}
@@ -264,24 +264,24 @@ def _errors(seeds: dict[int, Record], hops: int, dropout: str = "off") -> list[f
 
 
 def _means(seeds: dict[int, Record], dropout: str = "off") -> list[float]:
-    """Of each seed, over all k."""
+    """Return the mean error of each seed over all k."""
     return [statistics.fmean(record.result["errors"][dropout].values()) for record in seeds.values()]
 
 
 def _share(errors: Sequence[float]) -> str:
-    """In per cent; the most of any seed, where the mean would read 0.0 and is not."""
+    """Return errors as a percentage; as the largest of any seed where that is not 0 but would be printed as 0.0."""
     worst = max(errors)
     return f"at most {100 * worst:.1g} % in each of {len(errors)} seeds" if 0 < worst < _LEAST else percent(errors)
 
 
 def _against(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Both, and their difference in points where at least one model errs at all."""
+    """Return both errors as text, with their difference in points unless all errors would be printed as 0.0 %."""
     both = f"{_share(ours)} against {_share(theirs)}"
     return both if max(*ours, *theirs) < _LEAST else f"{both}: {points(ours, theirs)}"
 
 
 def _deeper(models: dict[Arm, dict[int, Record]], depths: Sequence[int], variant: str) -> Claim:
-    """Whether each greater depth lowers the mean error; the weakest step decides."""
+    """Return the claim that each greater depth lowers the mean error; the weakest step decides."""
     means = [_means(models[Arm(variant=variant, layers=layers)]) for layers in depths]
     steps = [higher(less, more) for less, more in pairwise(means)]
     direction: Direction = "fails" if "fails" in steps else "not shown" if "not shown" in steps else "holds"
@@ -294,24 +294,24 @@ def _deeper(models: dict[Arm, dict[int, Record]], depths: Sequence[int], variant
         ),
         ours="; ".join(f"{_share(mean)} with {layers}" for layers, mean in zip(depths, means, strict=True)),
         direction=direction,
-        size="mean over all k",
+        note="mean over all k",
     )
 
 
 def _worth_a_layer(models: dict[Arm, dict[int, Record]], fewer: int, more: int) -> Claim:
-    """Whether the shift does what the next depth does; asked after the laptop's runs had been seen."""
+    """Return the question whether the shift is worth the next depth; asked after the laptop's runs had been seen."""
     ours = _means(models[Arm(variant="kv-shift", layers=fewer)])
     theirs = _means(models[Arm(variant="vanilla", layers=more)])
     return question(
         statement=f"{fewer} layers with KV shift make fewer errors than {more} without",
         ours=_against(ours, theirs),
         direction=higher(theirs, ours),
-        size="mean over all k; asked after the laptop's runs had been seen",
+        note="mean over all k; asked after the laptop's runs had been seen",
     )
 
 
 def _published(record: Record) -> bool:
-    """Whether the run is one of those whose errors were published: task, model and length of training."""
+    """Return True if the run has the task, model and training length of the published errors."""
     wanted = {"letters": 98, "alphabet": 4, "max_hops": 16}
     task, model = record.options["task"], record.options["model"]
     return (
@@ -323,9 +323,9 @@ def _published(record: Record) -> bool:
 
 
 def _as_published(models: dict[Arm, dict[int, Record]], layers: int) -> Claim:
-    """Whether the published errors, of one run, could be those of another seed of ours, dropout on as there.
+    """Return the claim that the published errors of one run could come from another seed of ours, with dropout on.
 
-    By a 95 % prediction interval for all k together (Bonferroni): mean +- t s sqrt(1 + 1 / n).
+    A 95 % prediction interval for all k together (Bonferroni) decides: mean +- t s sqrt(1 + 1 / n).
     """
     seeds = models[Arm(variant="vanilla", layers=layers)]
     inside = []
@@ -341,7 +341,7 @@ def _as_published(models: dict[Arm, dict[int, Record]], layers: int) -> Claim:
         paper=_row(PUBLISHED[layers]),
         ours=f"dropout on, as there: {_row(on)}; off: {_row(off)}",
         direction="not shown" if not inside else "holds" if all(inside) else "fails",
-        size=f"{sum(inside)} of {len(HOPS)} within the spread of our seeds" if inside else "one seed",
+        note=f"{sum(inside)} of {len(HOPS)} within the spread of our seeds" if inside else "one seed",
     )
 
 

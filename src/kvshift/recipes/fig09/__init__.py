@@ -1,4 +1,4 @@
-"""Figure 9: learning a table of triples from memory, where KV shift makes no difference."""
+"""Figure 9: memorizing a table of triples, where KV shift makes no difference."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -1,4 +1,4 @@
-"""Figure 9: learning a table of triples from memory, where KV shift makes no difference."""
+"""Figure 9: memorizing a table of triples, where KV shift makes no difference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
-from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
+from kvshift.lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, Direction, percent, points, within
@@ -25,15 +25,15 @@ from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.fig09 import ENTRY
 
 SCORED = "new"
-"""The third token of each pair of the table, asked once."""
+"""Name of the accuracy at the third token of each pair of the table, tested once per pair."""
 MARGIN = 0.02
-"""Accuracies count as the same within this: some four of the 180 pairs."""
+"""Accuracies that differ by less count as equal; it is about four of the 180 pairs."""
 LEVEL = 0.99
-"""How soon a model learns is when it reaches this."""
+"""Accuracy that defines how soon a model learns: the step at which it is reached."""
 LAST = 20
-"""What a model has memorized is the mean over as many evaluations at the end: one alone may be a spike."""
+"""Number of final evaluations whose mean is the memorized share: a single one may be a spike."""
 RATIO_MARGIN = 1.25
-"""Steps to the level count as the same within this factor."""
+"""Numbers of steps to the level that differ by less than this factor count as equal."""
 
 PAPER = TaskTrainConfig(
     out=Path(),
@@ -58,7 +58,7 @@ SMOKE = replace(
     LAPTOP, optimizer=OptimizerConfig(warmup_steps=1), task=NGramConfig(pairs=5), steps=4, batch_size=8, eval_every=2
 )
 
-# by the paper's name: config, layers, width, heads, learning rate; the longest first
+# By preset: config, and for each size of the paper its layers, width, heads and learning rate, the longest run first.
 _SMALL = {"0.4M": (2, 128, 1, 5e-4), "0.8K": (1, 8, 1, 1e-2)}
 SIZES = {
     "paper": (PAPER, {"50M": (4, 1024, 8, 2e-4), "0.4M": (2, 128, 1, 2e-4), "0.8K": (1, 8, 1, 1e-2)}),
@@ -68,7 +68,7 @@ SIZES = {
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Each size, with and without, with each seed."""
+    """Return a job for each size, with and without KV shift, with each seed."""
     config, sizes = SIZES[preset]
     return [
         TrainingJob(
@@ -87,13 +87,13 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """No difference at any size."""
+    """Return the claims that KV shift makes no difference at any size, in how much is memorized and how soon."""
     models = by_arm(records)
     found = []
     for size in _sizes(records):
         both = [models[arm] for arm in pair(case=size)]
         ours, theirs = map(_final, both)
-        soon, late = (reach_of(accuracy_curves(seeds, SCORED), LEVEL) for seeds in both)
+        soon, late = (steps_to_level(accuracy_curves(seeds, SCORED), LEVEL) for seeds in both)
         perfect = all(share == 1 for share in (*ours, *theirs))
         found += [
             Claim(
@@ -104,22 +104,22 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 if perfect
                 else f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
                 direction=within(ours, theirs, margin=MARGIN),
-                size=f"the mean of the last {LAST} evaluations; the paper has curves without legible axes",
+                note=f"the mean of the last {LAST} evaluations; the paper has curves without legible axes",
             ),
             Claim(
                 statement=f"At {size} parameters KV shift changes how soon it is by less than a factor of "
                 f"{RATIO_MARGIN:g}",
                 paper="no difference",
-                ours=compare_reach(soon, late).text,
+                ours=compare_steps(soon, late).text,
                 direction=_as_soon(soon, late),
-                size=f"steps to {100 * LEVEL:g} %; the paper has curves without legible axes",
+                note=f"steps to {100 * LEVEL:g} %; the paper has curves without legible axes",
             ),
         ]
     return found
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Accuracy over the table by step, a panel for each size."""
+    """Plot the accuracy over the table by step, one panel for each size."""
     models, sizes = by_arm(records), _sizes(records)
     chance = task_of(records[0].options).chance[SCORED]
     titles = [f"{size} parameters" for size in sizes]
@@ -139,8 +139,8 @@ def _final(seeds: dict[int, Record]) -> list[float]:
     return [last_mean(record, SCORED, LAST) for record in seeds.values()]
 
 
-def _as_soon(ours: Reach, theirs: Reach) -> Direction:
-    """By the interval of the ratio of steps; a run that never reaches the level leaves it open."""
+def _as_soon(ours: StepsToLevel, theirs: StepsToLevel) -> Direction:
+    """Decide from the interval of the ratio of steps; "not shown" if a run never reaches the level."""
     if ours.missing or theirs.missing:
         return "not shown"
     logs = [[math.log(step) for step in reach.reached] for reach in (ours, theirs)]

@@ -1,4 +1,4 @@
-"""Figure 10: gates and bounds."""
+"""Figure 10: gated and bounded coefficients."""
 
 from kvshift.recipes.language_models import figure_entry
 

@@ -1,4 +1,4 @@
-"""Figure 10: gates and bounds."""
+"""Figure 10: gated and bounded coefficients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figure 11: queries too."""
+"""Figure 11: a shift of queries too."""
 
 from kvshift.recipes.language_models import figure_entry
 

@@ -1,4 +1,4 @@
-"""Figure 11: queries too."""
+"""Figure 11: a shift of queries too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvshift.recipes.language_models.settings import claim_of, pairs_of, place_l
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Whether a shift of queries too makes no difference, at each place."""
+    """Return the claims that also shifting queries makes no difference, at each place."""
     names = (VARIANTS["qkv-shift"].label, VARIANTS["kv-shift"].label)
     return [
         claim_of(
@@ -23,7 +23,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             partial(within, margin=MARGIN),
             statement=f"{place_label(place)}: {names[0]} and {names[1]} differ by less than {MARGIN}",
             paper="the loss curves are similar",
-            size=f"the margin of {MARGIN} is ours",
+            note=f"the margin of {MARGIN} is ours",
         )
         for place in places_of(records)
     ]

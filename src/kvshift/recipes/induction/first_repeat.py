@@ -1,4 +1,4 @@
-"""What Figures 1a and 1b share: curves of accuracy on induction, steps to a level, what chance is."""
+"""Code shared by Figures 1a and 1b: accuracy curves on induction, steps to an accuracy, and chance level."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
-from kvshift.lab.analysis.learning import Reach, reach_of
+from kvshift.lab.analysis.learning import StepsToLevel, steps_to_level
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.recipe import Record, accuracy_curves, by_arm, curves_by_label, last_mean
 from kvshift.lab.training.task_training import task_of
 
 SCORED = "first_repeat"
-"""The paper's metric: the target of the first repeat of each sequence."""
+"""Name of the paper's metric: accuracy at the target of the first repeat of each sequence."""
 LAST = 3
-"""Evaluations whose mean is the accuracy at the end; a run ends early after as many at `stop_at`."""
+"""Number of evaluations whose mean is the final accuracy; a run ends early after as many at `stop_at`."""
 
 
-def reach_by_arm(records: Sequence[Record], level: float) -> dict[Arm, Reach]:
-    """When each model reached an accuracy at the first repeat."""
-    return {arm: reach_of(accuracy_curves(seeds, SCORED), level) for arm, seeds in by_arm(records).items()}
+def reach_by_arm(records: Sequence[Record], level: float) -> dict[Arm, StepsToLevel]:
+    """Return when each model reached an accuracy of `level` at the first repeat."""
+    return {arm: steps_to_level(accuracy_curves(seeds, SCORED), level) for arm, seeds in by_arm(records).items()}
 
 
 def final_accuracy(seeds: Mapping[int, Record]) -> list[float]:
-    """Of each seed, at the end of training."""
+    """Return the accuracy of each seed at the end of training."""
     return [last_mean(record, SCORED, LAST) for record in seeds.values()]
 
 
 def plot_induction(records: Sequence[Record], title: str) -> Figure:
-    """Accuracy at the first repeat over steps."""
+    """Plot the accuracy at the first repeat over steps."""
     figure, (axes,) = new_figure([title], ylabels=["accuracy at the first repeat"], height=4)
     draw_accuracy(axes, curves_by_label(records, SCORED), chance=chance(records))
     legend_below(figure)
@@ -38,5 +38,5 @@ def plot_induction(records: Sequence[Record], title: str) -> Figure:
 
 
 def chance(records: Sequence[Record]) -> float:
-    """The accuracy of one who knows which tokens have come, and not in which order."""
+    """Return the accuracy of guessing among the tokens that have occurred, without using their order."""
     return task_of(records[0].options).chance[SCORED]

@@ -1,4 +1,4 @@
-"""The language models that many tables and figures of the paper share: the grids and the presets of their recipes."""
+"""The language models that many tables and figures of the paper share: grids and presets of their recipes."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 
@@ -11,7 +11,7 @@ STUDY = "language_models"
 
 
 def table_entry(name: str, method: str, *, variants: int) -> Entry:
-    """The table of one method, beside which `variants` in all are trained."""
+    """Return the entry of one method's table; its recipe trains `variants` variants in all."""
     return Entry(
         name=name,
         title=f"losses by learning rate and context: {method}",
@@ -33,7 +33,7 @@ def table_entry(name: str, method: str, *, variants: int) -> Entry:
 
 
 def figure_entry(name: str, title: str, *, runs: int, size: str) -> Entry:
-    """A figure that draws on the runs of the tables; the paper's has so many runs of a model of that size."""
+    """Return the entry of a figure made from the tables' runs; the paper's has `runs` runs of a model of `size`."""
     return Entry(
         name=name,
         title=title,

@@ -31,11 +31,11 @@ from kvshift.recipes.language_models.settings import (
 )
 
 MARGIN = 0.01
-"""Nats per token: losses that differ by less count as alike. The effects of the paper are 0.01 to 0.03."""
+"""Losses that differ by fewer nats per token than this count as equal. The paper's effects are 0.01 to 0.03."""
 
 
 def _jobs(methods: Sequence[str], large: str, preset: str, seeds: Sequence[int]) -> list[StudyJob]:
-    """At the middle one of the tables' lengths, at each depth; on a GPU in the size of the paper's figure."""
+    """Return the figure's jobs: on laptop only at length 128, at each depth; on paper with the figure's model size."""
     setting = TABLES[preset] if preset != "paper" else LARGE[large]
     if preset == "laptop":
         setting = replace(setting, places=[place for place in setting.places if place.length == 128])
@@ -43,7 +43,7 @@ def _jobs(methods: Sequence[str], large: str, preset: str, seeds: Sequence[int])
 
 
 def no_better(records: Sequence[Record], more: str, place: Place, *, paper: str) -> Claim:
-    """Whether a method is lower than KV shift by less than `MARGIN`, if at all: by the interval of the differences."""
+    """Return the claim that a method's loss is not lower than KV shift's by `MARGIN` or more."""
     names = (VARIANTS[more].label, VARIANTS["kv-shift"].label)
     return claim_of(
         pairs_of(records, more, "kv-shift", place),
@@ -51,12 +51,12 @@ def no_better(records: Sequence[Record], more: str, place: Place, *, paper: str)
         _by_less_than_margin,
         statement=f"{place_label(place)}: {names[0]} is not lower than {names[1]} by {MARGIN} or more",
         paper=paper,
-        size=f"the margin of {MARGIN} is ours",
+        note=f"the margin of {MARGIN} is ours",
     )
 
 
 def _by_less_than_margin(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
-    """Whether ours are lower by less than `MARGIN`, or higher."""
+    """Decide from the interval of paired differences whether `ours` are lower by less than `MARGIN`, or higher."""
     interval = difference_interval([other - one for one, other in zip(ours, theirs, strict=True)])
     if interval is None:
         return "not shown"
@@ -64,12 +64,12 @@ def _by_less_than_margin(ours: Sequence[float], theirs: Sequence[float]) -> Dire
 
 
 def none_better(keys: Sequence[str], words: str, records: Sequence[Record]) -> list[Claim]:
-    """At each place, `no_better` of each method, with the paper's words."""
+    """Return the claim `no_better` for each method at each place; `words` is the paper's own claim."""
     return [no_better(records, key, place, paper=words) for key in keys for place in places_of(records)]
 
 
 def plot_differences(methods: Sequence[str], records: Sequence[Record]) -> Figure:
-    """At each place, the loss of each method minus vanilla's over the steps: the mean over seeds, and its interval."""
+    """Plot each method's loss minus vanilla's over steps, one panel per place: the mean over seeds and its interval."""
     places, models = places_of(records), by_arm(records)
     titles = [place_label(place) for place in places]
     figure, panels = new_figure(titles, ylabels=["loss minus vanilla's\n(nats per token)"], height=3.6, sharey=True)
@@ -90,14 +90,14 @@ def figure_recipe(
     *,
     large: str = "1.5B",
 ) -> Recipe:
-    """A figure of the losses of some methods minus vanilla's.
+    """Return the recipe of a figure that shows the losses of some methods minus vanilla's.
 
     Args:
-        entry: of the recipe.
-        source: where it stands in the paper.
-        methods: all that are trained.
+        entry: catalogue entry of the recipe.
+        source: number of the figure in the paper.
+        methods: all variants that are trained.
         claims: see `Recipe`.
-        large: the size of the paper's model.
+        large: size of the paper's model.
     """
     return Recipe(
         entry=entry,

@@ -1,4 +1,4 @@
-"""The paper's validation losses of Tables 6 to 13 and 15, as printed: `paper.csv` in the folder of each table."""
+"""The paper's validation losses of Tables 6 to 13 and 15 as printed, read from `paper.csv` in each table's folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def _printed() -> dict[str, dict[tuple[float, int], float]]:
-    """A line of a file is a variant at a learning rate, a column a context length; empty is out of memory."""
+    """Read all files. A row is a variant at a learning rate, a column a context length; empty means out of memory."""
     found: dict[str, dict[tuple[float, int], float]] = {}
     for path in sorted(Path(__file__).parents[1].glob("tab*/paper.csv")):
         with path.open(encoding="utf-8") as file:
@@ -20,5 +20,5 @@ def _printed() -> dict[str, dict[tuple[float, int], float]]:
 
 
 LOSSES: Mapping[str, Mapping[tuple[float, int], float]] = _printed()
-"""By variant, then by learning rate and context length; what was out of memory is left out."""
+"""Printed losses by variant, then by (learning rate, context length), without the cells that ran out of memory."""
 RATES = tuple(sorted({rate for rate, _ in LOSSES["vanilla"]}))

@@ -1,4 +1,4 @@
-"""Tables 6 to 13 and 15: validation losses by learning rate and context length, beside the paper's, cell by cell."""
+"""Tables 6 to 13 and 15: validation losses by learning rate and context length, compared with the paper's by cell."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from kvshift.recipes.language_models.settings import (
 )
 
 Cells = Mapping[tuple[Place, float], float | None]
-"""By place and learning rate the validation loss at the end; None where the run diverged."""
+"""Final validation loss by place and learning rate; None where the run diverged."""
 
 
 def by_cell(records: Sequence[Record], variant: str) -> Cells:
-    """The losses of the runs that a learning rate was chosen by: one run in each cell, as in the paper."""
+    """Return the losses of a variant's runs in the learning-rate search: one run per cell, as in the paper."""
     runs = by_tuned_arm([record for record in records if record.tunes is not None])
     return {
         (place, rate): None if diverged(found[0]) else last_loss(found[0])
@@ -50,7 +50,7 @@ def by_cell(records: Sequence[Record], variant: str) -> Cells:
 
 
 def side_by_side(records: Sequence[Record], variant: str) -> str:
-    """The table of one method: our loss in each cell, and in brackets the paper's, where it has that cell."""
+    """Return one method's table in Markdown: our loss in each cell, and in brackets the paper's where it has one."""
     scale, places = _scale(records), places_of(records)
     cells = by_cell(records, variant)
     rows = [("learning rate", *(place_label(place) for place in places))]
@@ -66,7 +66,7 @@ def side_by_side(records: Sequence[Record], variant: str) -> str:
 
 
 def correlations(records: Sequence[Record], key: str, base: str = "vanilla") -> str:
-    """Whether our cells have the order of the paper's: the losses themselves, and their differences from `base`."""
+    """Return as text how our cells rank against the paper's: the losses, and their differences from `base`."""
     scale = _scale(records)
     found = []
     for what, other in (("losses", None), (f"differences from {called(base)}", base)):
@@ -80,7 +80,10 @@ def correlations(records: Sequence[Record], key: str, base: str = "vanilla") -> 
 
 
 def _pairs(records: Sequence[Record], key: str, base: str | None, scale: int) -> list[tuple[float, float]]:
-    """Of the depth with the most lengths, ours and the paper's of each cell that both have."""
+    """Return (our value, paper's value) for each cell that both have, at the depth that has the most lengths.
+
+    The values are losses; with `base` they are differences from the loss of `base` in the same cell.
+    """
     cells = by_cell(records, key)
     below = by_cell(records, base) if base else {}
     depths = [place.layers for place in places_of(records)]
@@ -99,14 +102,14 @@ def _pairs(records: Sequence[Record], key: str, base: str | None, scale: int) ->
 
 
 def _scale(records: Sequence[Record]) -> int:
-    """The paper's lengths over ours, by the width of the models."""
+    """Return the ratio of the paper's context lengths to ours, looked up by the width of the models."""
     width = records[0].options["model"]["hidden_size"]
     widths = {setting.config.model.hidden_size: setting.scale for setting in TABLES.values()}
-    return widths.get(width, 1)  # a size of the paper's leaves the width open
+    return widths.get(width, 1)  # models given by a size of the paper have no width in their options
 
 
 def _near(rate: float) -> float:
-    """The rate of the paper that this is, or as it is."""
+    """Return the paper's learning rate that equals `rate` up to rounding, or `rate` itself if there is none."""
     return next((known for known in RATES if abs(known - rate) < 1e-9), rate)
 
 
@@ -128,7 +131,7 @@ def _jobs(methods: Sequence[str], preset: str, seeds: Sequence[int]) -> list[Stu
 
 
 def _claims(better: str, worse: Sequence[str], records: Sequence[Record]) -> list[Claim]:
-    """At each place, whether the one method has a lower loss than the others."""
+    """Return the claims that `better` has a lower loss than each of `worse`, at each place and pooled over places."""
     scale = _scale(records)
     return [
         claim
@@ -144,7 +147,7 @@ def _claims(better: str, worse: Sequence[str], records: Sequence[Record]) -> lis
 
 
 def _paper(better: str, worse: str, place: Place, scale: int) -> str:
-    """The paper's numbers of the context length that is nearest to ours: each method's best."""
+    """Return the paper's best loss of each method, as text, at the context length that corresponds to the place."""
     ours, theirs = (_best(key, place, scale) for key in (better, worse))
     length = place.length * scale
     if ours is None or theirs is None:
@@ -153,7 +156,7 @@ def _paper(better: str, worse: str, place: Place, scale: int) -> str:
 
 
 def _longer(records: Sequence[Record]) -> list[Claim]:
-    """Whether vanilla's loss falls with longer contexts, from each length to the next of one depth."""
+    """Return the claims that vanilla's loss falls with longer contexts, from each length to the next at one depth."""
     scale, models = _scale(records), by_arm(records)
     claims = []
     for short, long in pairwise(places_of(records)):
@@ -167,7 +170,7 @@ def _longer(records: Sequence[Record]) -> list[Claim]:
                 f"{long.length} tokens have a lower loss than {short.length}",
                 paper=f"{_best('vanilla', long, scale)} against {_best('vanilla', short, scale)} at "
                 f"{long.length * scale} and {short.length * scale} tokens",
-                size="on the same tokens",
+                note="on the same tokens",
             )
         )
     return claims
@@ -179,7 +182,7 @@ def _millions(record: Record) -> str:
 
 
 def _plot(methods: Sequence[str], records: Sequence[Record]) -> Figure:
-    """Of each place and method, the losses of its seeds and their mean."""
+    """Plot the final loss of each seed and their mean, by place and method."""
     places = places_of(records)
     figure, (axes,) = new_figure(["Loss of each seed, and the mean"], ylabels=[LOSS], height=3.4)
     losses = {
@@ -194,7 +197,7 @@ def _plot(methods: Sequence[str], records: Sequence[Record]) -> Figure:
 
 
 def _text(keys: Sequence[str], records: Sequence[Record]) -> str:
-    """Each method's table beside the paper's, and how far their orders agree."""
+    """Return each method's table beside the paper's, with the rank correlations of their cells."""
     parts = []
     for key in keys:
         parts += [side_by_side(records, key), correlations(records, key, "mla" if key.startswith("mla") else "vanilla")]
@@ -211,13 +214,13 @@ def table_recipe(
     better: str,
     shown: Sequence[str] | None = None,
 ) -> Recipe:
-    """The table of a method, and what the paper says of one method against others.
+    """Return the recipe of a method's table, with the paper's claim that one method is better than the others.
 
     Args:
-        entry: of the recipe.
-        methods: all that are trained, that of the table first.
-        better: which of them the paper has ahead of the others; where it is alone, its contexts are compared.
-        shown: whose tables stand beside the paper's; None: that of the first.
+        entry: catalogue entry of the recipe.
+        methods: all variants that are trained, the table's own first.
+        better: the method that is better in the paper; if it is the only method, its context lengths are compared.
+        shown: methods whose tables are shown beside the paper's; None: the first of `methods`.
     """
     others = [key for key in methods if key != better]
     return Recipe(

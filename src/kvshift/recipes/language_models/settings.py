@@ -1,7 +1,7 @@
-"""The language models that many tables and figures of the paper share: what is trained, and how recipes read it.
+"""The language models that many tables and figures of the paper share: training settings and comparisons of losses.
 
-All recipes of the study `language_models` draw on one grid of runs, by learning rate, context length and variant: a run
-that two of them ask for has one arm, and is run once.
+All recipes of the study `language_models` draw on one grid of runs, by learning rate, context length and variant. A run
+that several recipes need has the same arm in each of them and is trained once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvshift.lab.variants.model_config import ModelConfig
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A size of model and of context.
+    """A model depth and a context length.
 
     Attributes:
-        layers: of the model.
-        length: tokens in a sequence.
+        layers: number of layers of the model.
+        length: tokens per sequence.
     """
 
     layers: int
@@ -37,15 +37,15 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What one preset trains.
+    """The training setting of one preset.
 
     Attributes:
-        config: of all its runs, but for model, length and seed.
-        places: the longest runs first.
-        tokens_at_once: in one forward pass.
-        validation_tokens: of an evaluation.
-        scale: how much smaller than the paper's the setting is: its context lengths are divided by it, and its learning
-            rates multiplied by it.
+        config: options of all its runs, except depth, variant, sequence length and seed.
+        places: depths and lengths, the longest runs first.
+        tokens_at_once: tokens per forward pass.
+        validation_tokens: tokens per evaluation.
+        scale: factor by which the setting is smaller than the paper's: context lengths are divided by it, and learning
+            rates are multiplied by it.
     """
 
     config: TrainConfig
@@ -55,7 +55,7 @@ class Setting:
     scale: int = 1
 
     def at(self, place: Place) -> TrainConfig:
-        """The options at a place: tokens of a step and of an evaluation do not depend on the length."""
+        """Return the options at a place; tokens per step and per evaluation do not depend on the length."""
         config = self.config
         return replace(
             config,
@@ -66,8 +66,8 @@ class Setting:
         )
 
 
-# By name: a variant, and options of the model. An RMSNorm makes the heads of differential
-# attention as large at the first step as at the last, so that it needs the paper's start of the output projections.
+# By name: the variant and further model options. An RMSNorm makes the heads of differential attention as large at the
+# first step as at the last, so it needs output projections that start at 0, as in the paper.
 _REFINED: Mapping[str, tuple[str, dict[str, bool]]] = {
     "differential": ("differential", {"zero_outputs": True}),
     "differential-no-qk-norm": ("differential", {"zero_outputs": True, "qk_norm": False}),
@@ -75,7 +75,7 @@ _REFINED: Mapping[str, tuple[str, dict[str, bool]]] = {
 
 WIKI = DataConfig(corpus="wiki2014-en/train-00.jsonl.xz", validation="wiki2014-en/valid.jsonl.xz")
 
-# Section 7 of the paper's appendices H and N, in the setting of BlaGPT; see the notes of `lm_tables`.
+# Section 7 of the paper's appendices H and N, in the setting of BlaGPT; see notes.md.
 _BLAGPT = OptimizerConfig(
     learning_rate=2e-3, schedule="wsd", warmup_steps=250, decay_fraction=2000 / 5100, weight_decay=0.0, clip_norm=0.0
 )
@@ -140,7 +140,7 @@ TABLES: Mapping[str, Setting] = {
     ),
 }
 
-# Table 16: layers, context, learning rate, warm-up, tokens of a step, of all steps, and sequences at once.
+# Table 16: layers, context length, learning rate, warm-up steps, tokens per step, all tokens, sequences at once.
 _TABLE_16 = {
     "1.5B": (28, 2048, 2e-4, 1000, 1_048_576, 10**10, 8),
     "2.9B": (32, 4096, 8e-4, 600, 16_777_216, 5 * 10**11, 8),
@@ -178,26 +178,26 @@ LARGE: Mapping[str, Setting] = {
     **{size: _large(size, "sample-10BT") for size in ("1.5B", "6.7B", "13B")},
     **{size: _large(size, "sample-350BT") for size in ("2.9B", "19B")},
 }
-"""The paper's larger models, by size, as in its Table 16."""
+"""Settings of the paper's larger models by size, from its Table 16."""
 
 
 def arm_at(place: Place, variant: str) -> Arm:
-    """The model of that size."""
+    """Return the arm of a variant at a place."""
     return Arm(variant=variant, layers=place.layers, length=place.length)
 
 
 def place_label(place: Place) -> str:
-    """What figures and tables call it."""
+    """Return the name of a place in figures and tables."""
     return Arm(layers=place.layers, length=place.length).label
 
 
 def called(variant: str) -> str:
-    """What figures and tables call a variant, or one of those that are refined here."""
+    """Return the name, in figures and tables, of a variant or of one of the refined variants of this module."""
     return Arm(variant=variant).label
 
 
 def job(setting: Setting, place: Place, variant: str, seed: int) -> StudyJob:
-    """One run."""
+    """Return the job that trains one variant at one place with one seed."""
     config = setting.at(place)
     name, options = _REFINED.get(variant, (variant, {}))
     model = replace(with_variant(config.model, name), **options)
@@ -205,12 +205,12 @@ def job(setting: Setting, place: Place, variant: str, seed: int) -> StudyJob:
 
 
 def jobs_of(setting: Setting, variants: Sequence[str], seeds: Sequence[int]) -> list[StudyJob]:
-    """Each variant at each place, with each seed."""
+    """Return a job for each variant at each place with each seed."""
     return [job(setting, place, variant, seed) for place in setting.places for seed in seeds for variant in variants]
 
 
 def places_of(records: Sequence[Record]) -> list[Place]:
-    """Those that records are of, the smallest first."""
+    """Return the places of the records' runs, smallest first."""
     found = {
         Place(record.options["model"]["num_hidden_layers"], record.options["data"]["sequence_length"])
         for record in records
@@ -219,13 +219,13 @@ def places_of(records: Sequence[Record]) -> list[Place]:
 
 
 def last_losses(records: Sequence[Record], variant: str, place: Place) -> dict[int, float | None]:
-    """The last validation loss of each seed; None where the run diverged."""
+    """Return the final validation loss of each seed, None where the run diverged."""
     runs = by_arm(records)[arm_at(place, variant)]
     return {seed: None if diverged(record) else last_loss(record) for seed, record in runs.items()}
 
 
 def pairs_of(records: Sequence[Record], one: str, other: str, place: Place) -> list[tuple[float, float]] | None:
-    """The last losses of two variants, a pair for each seed; None where a run diverged: then there is no interval."""
+    """Return the final losses of two variants, a pair for each seed; None if a run diverged: there is no interval."""
     models = by_arm(records)
     return paired_losses(models[arm_at(place, one)], models[arm_at(place, other)])
 
@@ -237,10 +237,10 @@ def claim_of(
     *,
     statement: str,
     paper: str,
-    size: str = "",
+    note: str = "",
     own: bool = False,
 ) -> Claim:
-    """A claim about pairs of losses, which `decide` is given as two lists; "not shown" where a run diverged."""
+    """Return a claim about pairs of losses, decided by `decide(ours, theirs)`; "not shown" if a run diverged."""
     means, text, direction = "", "a run diverged: no interval", "not shown"
     if pairs is not None:
         ours, theirs = ([pair[number] for pair in pairs] for number in (0, 1))
@@ -251,7 +251,7 @@ def claim_of(
         paper=paper,
         ours=text,
         direction=direction,
-        size="; ".join(part for part in (means, size) if part) or "-",
+        note="; ".join(part for part in (means, note) if part) or "-",
         own=own,
     )
 
@@ -259,7 +259,7 @@ def claim_of(
 def compared(
     records: Sequence[Record], better: str, worse: str, place: Place, *, paper: str, own: bool = False
 ) -> Claim:
-    """Whether one variant has the lower loss at a place, paired by seed, each at its own best learning rate."""
+    """Return the claim that `better` has a lower loss than `worse` at a place, each at its best learning rate."""
     names = (called(better), called(worse))
     return claim_of(
         pairs_of(records, better, worse, place),
@@ -271,9 +271,9 @@ def compared(
 
 
 def pooled(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
-    """Whether the mean loss over all places is lower, by seed; nothing of a single place.
+    """Return the claim that the mean loss over all places is lower, by seed; no claim if there is a single place.
 
-    The places of one seed share their text and its order: they are no separate runs, and have one mean for each seed.
+    The places of one seed share their text and its order, so they are not independent: each seed counts as one mean.
     """
     places = places_of(records)
     if len(places) < 2:
@@ -291,7 +291,7 @@ def pooled(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
             names,
             statement=f"Mean over {len(places)} places, by seed: {names[0]} has a lower loss than {names[1]}",
             paper="not asked",
-            size="chosen after the data had been seen",
+            note="chosen after the data had been seen",
             own=True,
         )
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
-from kvshift.lab.analysis.learning import compare_reach, reach_of
+from kvshift.lab.analysis.learning import compare_steps, steps_to_level
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, percent, sign_test, sooner
@@ -26,7 +26,7 @@ from kvshift.recipes.mqar import ENTRY
 SCORED = "queries"
 LEVEL = 0.99
 LAST = 3
-"""Evaluations whose mean is the accuracy at the end; a run ends early after as many at 99.9 %."""
+"""Number of evaluations whose mean is the final accuracy; a run ends early after as many at 99.9 %."""
 MODELS = ((2, "vanilla"), (2, "kv-shift"), (1, "vanilla"), (1, "kv-shift"))  # the longest run first
 
 PAPER = TaskTrainConfig(
@@ -48,7 +48,7 @@ LAPTOP = replace(
     PAPER,
     task=MQARConfig(length=32, pairs=4, vocab_size=128),
     optimizer=replace(PAPER.optimizer, warmup_steps=50),
-    steps=10_000,  # two plain layers need up to 4,000 at a rate that suits them
+    steps=10_000,  # two layers without shift need up to 4,000 at a suitable learning rate
     batch_size=64,
     eval_every=50,
     eval_rows=500,
@@ -60,7 +60,7 @@ SMOKE = replace(
     LAPTOP, task=MQARConfig(length=16, pairs=2, vocab_size=32), steps=4, batch_size=8, eval_every=2, eval_rows=9
 )
 
-# configs, the longest sequences first; widths
+# By preset: configs, the longest sequences first, and widths.
 SIZES = {
     "paper": ((LONG, replace(PAPER, task=MQARConfig(length=128, pairs=8)), PAPER), (512, 256, 128, 64)),
     "laptop": ((LAPTOP,), (64,)),
@@ -69,7 +69,7 @@ SIZES = {
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Each model at each length and width, with each seed."""
+    """Return a job for each model at each length and width, with each seed."""
     configs, widths = SIZES[preset]
     return [
         TrainingJob(
@@ -91,7 +91,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Attention of two layers answers every query; of one layer only with KV shift."""
+    """Return the claims that two layers answer every query, one only with KV shift, and two learn sooner with it."""
     models, found = by_arm(records), []
     for where in _cells(records):
         for model in MODELS[:3:2] + MODELS[1::2]:
@@ -108,24 +108,24 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     paper="100 % in Zoology's Figure 2" if model == (2, "vanilla") else "no number in the paper",
                     ours=percent(accuracies),
                     direction=sign_test(right, len(accuracies) - right),
-                    size=f"answers means {100 * LEVEL:g} %, here in {right if answers else len(runs) - right} of "
+                    note=f"answers means {100 * LEVEL:g} %, here in {right if answers else len(runs) - right} of "
                     f"{len(runs)} seeds, at the best learning rate",
                     own=True,
                 )
             )
         names = [arm.label for arm in pair(layers=2)]
         reach = [
-            reach_of(accuracy_curves(models[replace(where, variant=variant, layers=2)], SCORED), LEVEL)
+            steps_to_level(accuracy_curves(models[replace(where, variant=variant, layers=2)], SCORED), LEVEL)
             for variant in PAIR
         ]
-        compared = compare_reach(*reach, names=(names[0], names[1]))
+        compared = compare_steps(*reach, names=(names[0], names[1]))
         found.append(
             Claim(
                 statement=f"{where}: of two layers, those with KV shift learn sooner",
                 paper="no number in the paper",
                 ours=compared.text,
                 direction=sooner(compared),
-                size=f"steps to {100 * LEVEL:g} %, each at its best learning rate",
+                note=f"steps to {100 * LEVEL:g} %, each at its best learning rate",
                 own=True,
             )
         )
@@ -133,7 +133,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Accuracy over steps at the best learning rate: a panel for each length and width."""
+    """Plot the accuracy over steps at the best learning rate, one panel for each length and width."""
     models, cells = by_arm(records), _cells(records)
     pairs = {record.options["task"]["length"]: record.options["task"]["pairs"] for record in records}
     figure, panels = new_figure(
@@ -155,7 +155,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 def _cells(records: Sequence[Record]) -> list[Arm]:
-    """All lengths and widths, as what the arms of a cell have in common."""
+    """Return all combinations of length and width, as arms without variant and depth."""
     cells = {replace(record.arm, variant=None, layers=None) for record in records}
     return sorted(cells, key=lambda cell: (cell.length, cell.width))
 

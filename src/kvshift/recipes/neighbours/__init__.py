@@ -1,4 +1,4 @@
-"""Are four numbers per head enough? KV shift beside what production models spend four per channel on, at equal size."""
+"""Are four numbers per head enough? KV shift against related methods of production models, at equal parameter count."""
 
 from kvshift.lab.study.entry import Entry, Preset
 from kvshift.recipes.language_models import GRIDS

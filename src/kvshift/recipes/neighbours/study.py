@@ -1,4 +1,4 @@
-"""Are four numbers per head enough? KV shift beside what production models spend four per channel on, at equal size."""
+"""Are four numbers per head enough? KV shift against related methods of production models, at equal parameter count."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvshift.recipes.language_models.settings import TABLES, Setting, compared, 
 from kvshift.recipes.neighbours import ENTRY
 
 NEIGHBOURS = ("canon", "fox-shift")
-_TOKENS = 512  # of the vocabulary that parameters are counted with, where the size leaves it open; it cancels out
+_TOKENS = 512  # vocabulary for counting parameters where the size sets none; it cancels out of the difference
 
 
 def _setting(preset: str) -> Setting:
-    """At the second of the paper's lengths, in the size of its tables."""
+    """Return the tables' setting at the paper's context length 512 (divided by `scale`); smoke keeps all places."""
     setting = TABLES[preset]
     if preset == "smoke":
         return setting
@@ -31,7 +31,7 @@ def _setting(preset: str) -> Setting:
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
-    """KV shift and vanilla, and the neighbours with MLPs narrower by what these have more parameters than KV shift."""
+    """Return jobs of KV shift, vanilla and the neighbours, whose MLPs are narrowed to equal KV shift's parameters."""
     setting = _setting(preset)
     return [
         *jobs_of(setting, ["kv-shift", "vanilla"], seeds),
@@ -48,7 +48,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
 
 @cache
 def _narrower(model: ModelConfig, variant: str, length: int) -> ModelConfig:
-    """With as many parameters as KV shift, to half a unit of each layer's MLP."""
+    """Return the model with as many parameters as KV shift has, to within half a unit of each layer's MLP."""
     size = llama_config(with_variant(model, "kv-shift"), vocab_size=_TOKENS, sequence_length=length)
     plain = llama_config(with_variant(model, "vanilla"), vocab_size=_TOKENS, sequence_length=length)
     more = find_variant(variant).added_parameters(plain) - find_variant("kv-shift").added_parameters(size)
@@ -57,7 +57,7 @@ def _narrower(model: ModelConfig, variant: str, length: int) -> ModelConfig:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Whether KV shift is lower than each neighbour, and each than vanilla."""
+    """Return the claims that KV shift has a lower loss than each neighbour, and each of them than vanilla."""
     pairs = [("kv-shift", other) for other in (*NEIGHBOURS, "vanilla")]
     pairs += [(other, "vanilla") for other in NEIGHBOURS]
     return [

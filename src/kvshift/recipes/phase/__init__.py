@@ -1,4 +1,4 @@
-"""When do models begin to copy on real text, and what is the shift worth before that, at it and afterwards?"""
+"""When do models begin to copy on real text, and what does the shift gain before, at and after that point?"""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

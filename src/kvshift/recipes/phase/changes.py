@@ -1,4 +1,4 @@
-"""When models begin to copy, and what the shift is worth before that, at it and afterwards, by kind of target."""
+"""When models begin to copy, and what the shift gains before, at and after that point, by kind of target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means
-from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
+from kvshift.lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import t_interval
@@ -23,43 +23,43 @@ from kvshift.recipes.phase.phase_search import LEVEL, millions, tokens_per_step
 
 @dataclass(frozen=True)
 class Changes:
-    """When each model changes, and what the shift gains before, at and after that, by kind of target.
+    """When each model begins to copy (its "change"), and what the shift gains before, at and after that point.
 
     Attributes:
-        records: of models of some depths, without and with the shift, with the same seeds.
+        records: records of models of several depths, without and with the shift, with the same seeds.
     """
 
     records: Sequence[Record]
 
     @cached_property
     def models(self) -> dict[Arm, dict[int, Record]]:
-        """By arm and seed."""
+        """Records by arm and seed."""
         return by_arm(self.records)
 
     @cached_property
     def depths(self) -> list[int]:
-        """Least first."""
+        """Depths of the models, shallowest first."""
         return sorted({record.options["model"]["num_hidden_layers"] for record in self.records})
 
-    def reach(self, arm: Arm) -> Reach:
-        """The steps of each seed to `LEVEL`."""
-        return reach_of(
+    def reach(self, arm: Arm) -> StepsToLevel:
+        """Return the step at which the prefix matching of each seed reached `LEVEL`."""
+        return steps_to_level(
             {seed: accuracy_curve(record, "prefix_matching") for seed, record in self.models[arm].items()}, LEVEL
         )
 
     def gains(self, layers: int, name: str, steps: Mapping[int, float]) -> list[float]:
-        """By how much each seed's loss is lower with the shift, after so many steps of that seed.
+        """Return by how much each seed's loss is lower with the shift, after that seed's number of steps.
 
         Args:
-            layers: of both models.
-            name: of the loss: "loss", or "loss_" and a kind of target.
-            steps: by seed.
+            layers: depth of both models.
+            name: name of the loss: "loss", or "loss_" and a kind of target.
+            steps: number of steps by seed.
         """
         ours, theirs = (self.models[arm] for arm in pair(layers=layers))
         return [value_at(theirs[seed], name, step) - value_at(ours[seed], name, step) for seed, step in steps.items()]
 
     def moments(self, layers: int) -> dict[str, dict[int, float]]:
-        """By name, the steps by seed; a moment that not all seeds have is left out, as the table says."""
+        """Return the moments by name, each as steps by seed; a moment that some seed does not reach is omitted."""
         ours, theirs = map(self.reach, pair(layers=layers))
         found: dict[str, Mapping[int, float | None]] = {
             "half way to KV-shift's change": {seed: step and step / 2 for seed, step in ours.steps.items()},
@@ -74,8 +74,8 @@ class Changes:
         }
 
     def sooner(self, ours: Arm, theirs: Arm) -> Claim:
-        """Whether one model copies after fewer tokens than another."""
-        compared = compare_reach(self.reach(ours), self.reach(theirs), names=(ours.label, theirs.label))
+        """Return the question whether one model begins to copy after fewer tokens than another."""
+        compared = compare_steps(self.reach(ours), self.reach(theirs), names=(ours.label, theirs.label))
         tokens = tokens_per_step(self.records[0])
         reached = [statistics.geometric_mean(r) for r in (self.reach(ours).reached, self.reach(theirs).reached) if r]
         means = " and ".join(millions(steps * tokens) for steps in reached)
@@ -83,11 +83,11 @@ class Changes:
             statement=f"{ours}: a prefix matching of {LEVEL:g} sooner than {theirs}",
             ours=compared.text.replace("steps", f"steps of {tokens:,} tokens", 1),
             direction=sooner(compared),
-            size=f"of those that reach it, after {means} tokens (geometric mean)" if means else "none reaches it",
+            note=f"of those that reach it, after {means} tokens (geometric mean)" if means else "none reaches it",
         )
 
     def gain(self, layers: int, when: str, steps: Mapping[int, float]) -> Claim:
-        """Whether the loss is lower with the shift at a moment, and the gain by kind of target."""
+        """Return the claim that the loss is lower with the shift at a moment, with the gains by kind of target."""
         losses = self.gains(layers, "loss", steps)
         by_kind = {kind: self.gains(layers, f"loss_{kind}", steps) for kind in KINDS}
         kinds = "; ".join(f"{KIND_NAMES[kind]} {mean_text(gains)}" for kind, gains in by_kind.items())
@@ -95,11 +95,11 @@ class Changes:
             f"{layers_text(layers)}, {when}: a lower loss with KV shift",
             [-gain for gain in losses],
             [0.0] * len(losses),
-            size=f"gain in nats: {kinds}",
+            note=f"gain in nats: {kinds}",
         )
 
     def where(self, layers: int) -> list[Claim]:
-        """Whether, at its end, the gain is on pairs that were seen, and plain attention is ahead on what is new."""
+        """Return the questions whether the final gain lies on seen pairs, and vanilla is ahead after new tokens."""
         ends = self.ends(layers)
         seen, new = (self.gains(layers, f"loss_{kind}", ends) for kind in ("pair_seen", "neither"))
         return [
@@ -109,23 +109,23 @@ class Changes:
                 ours=f"{mean_text(seen)} against {mean_text(new)}, "
                 f"difference {mean_text([one - other for one, other in zip(seen, new, strict=True)])}",
                 direction=higher(seen, new),
-                size="nats per token; positions from 64 on",
+                note="nats per token; positions from 64 on",
             ),
             question(
                 statement=f"{layers_text(layers)}, at the end: plain attention has the lower loss on targets that "
                 "follow a new token",
                 ours=f"KV shift gains {mean_text(new)}",
                 direction=higher([0.0] * len(new), new),
-                size="nats per token; positions from 64 on",
+                note="nats per token; positions from 64 on",
             ),
         ]
 
     def ends(self, layers: int) -> dict[int, float]:
-        """The last step of each seed."""
+        """Return the last step of each seed."""
         return dict(self.reach(Arm(variant="vanilla", layers=layers)).within)
 
     def table(self) -> str:
-        """The gains by kind of target at each moment, in Markdown."""
+        """Return a Markdown table of the gains by kind of target at each moment."""
         kinds = (f"{kind}, positions from 64 on" for kind in KIND_NAMES.values())
         rows: list[tuple[str, ...]] = [("model", "moment", "all targets, all positions", *kinds)]
         for layers in self.depths:
@@ -146,7 +146,7 @@ KIND_NAMES = {
 
 
 def mean_text(gains: Sequence[float]) -> str:
-    """The mean of gains over seeds, and its 95 % interval."""
+    """Return the mean of gains over seeds with its 95 % interval, as text."""
     mean = f"{statistics.fmean(gains):+.3f}"
     if len(gains) == 1:
         return mean
@@ -155,7 +155,7 @@ def mean_text(gains: Sequence[float]) -> str:
 
 
 def plot_changes(records: Sequence[Record]) -> Figure:
-    """Prefix matching and losses by kind of target over tokens, and when each model changes."""
+    """Plot prefix matching and losses by kind of target over tokens, and mark when each model begins to copy."""
     changes = Changes(records)
     titles = {
         "prefix_matching": "Prefix matching: attention of the best head to the token that followed last time",

@@ -1,4 +1,4 @@
-"""The search of `phase`: plain layers, mostly two, in many settings, to find one in which they begin to copy."""
+"""The preset `search` of `phase`: vanilla models of two or three layers in many settings, to find one that copies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.language_models.settings import WIKI
 
 LEVEL = 0.2
-"""A model has begun to copy where the prefix matching of its best head is this high."""
+"""Prefix matching of the best head from which on a model counts as copying."""
 
 _LENGTH = 512
 _APART = 409_600  # tokens between two evaluations of the search
-_MOST = 25_000_000  # tokens, of 26.8 million there are
+_MOST = 25_000_000  # tokens read at most; the text has 26.8 million
 
 BASE = TrainConfig(
     out=Path(),
@@ -46,19 +46,19 @@ BASE = TrainConfig(
 
 @dataclass(frozen=True)
 class Setting:
-    """One in which two plain layers may begin to copy.
+    """A setting in which two vanilla layers may begin to copy.
 
     Attributes:
-        width: of the model.
-        heads: of a layer.
-        rate: the learning rate, constant after 100 steps.
-        tokens: in a step.
-        vocabulary: of the BPE.
-        most: tokens to read, none twice.
-        qk_norm: of the model.
-        bias: of the projections of attention.
-        layers: of the model; two, but to see where three differ.
-        repeated_spans: the fraction of sequences in which a span is repeated (`DataConfig.repeated_spans`).
+        width: width of the model.
+        heads: number of heads per layer.
+        rate: learning rate, constant after 100 steps.
+        tokens: tokens per step.
+        vocabulary: vocabulary size of the BPE.
+        most: number of training tokens; none is read twice.
+        qk_norm: whether queries and keys are normalized.
+        bias: whether the projections of attention have biases.
+        layers: number of layers: two, or three for comparison.
+        repeated_spans: fraction of sequences in which a span is repeated (`DataConfig.repeated_spans`).
     """
 
     width: int
@@ -74,7 +74,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """All of it, but for `most`."""
+        """Description of the setting in words, without `most`."""
         size = f"width {self.width}, {self.heads} head{'s' if self.heads > 1 else ''} of {self.width // self.heads}"
         size = size if self.layers == 2 else f"{self.layers} layers, {size}"
         norm = (", QK-norm" if self.qk_norm else "") + (", biases" if self.bias else "")
@@ -82,7 +82,7 @@ class Setting:
         return f"{size}{norm}, BPE {self.vocabulary:,}, {self.tokens:,} tokens a step, rate {self.rate:g}{spans}"
 
     def config(self, *, apart: int = _APART) -> TrainConfig:
-        """The options of a run, vanilla.
+        """Return the options of a run of the vanilla model.
 
         Args:
             apart: tokens between two evaluations.
@@ -110,13 +110,13 @@ SEARCH = (
     Setting(128, 2, 2e-3),
     Setting(64, 2, 4e-3, vocabulary=512),
     Setting(64, 2, 4e-3, qk_norm=True),
-    # Where text alone does not bring two plain layers to copy: text in which spans are repeated.
+    # Text with repeated spans, in case plain text does not lead two vanilla layers to copy.
     Setting(64, 2, 4e-3, repeated_spans=0.1),
     Setting(64, 2, 4e-3, repeated_spans=0.3),
     Setting(64, 2, 4e-3, repeated_spans=1.0),
     Setting(64, 4, 4e-3, tokens=4096, repeated_spans=1.0),
-    # In none of these does the first layer ever attend to the token before: its queries and keys have no part that all
-    # tokens share. Biases are such a part; so is what a first layer gives a second one of three.
+    # In none of the above does the first layer ever attend to the previous token: its queries and keys have no part
+    # that all tokens share. Biases are such a part; so is the first layer's output, for the second of three layers.
     Setting(64, 2, 4e-3, bias=True),
     Setting(64, 2, 4e-3, layers=3),
     Setting(64, 2, 4e-3, bias=True, repeated_spans=1.0),
@@ -124,7 +124,7 @@ SEARCH = (
 
 
 class StopAtLevel(TrainerCallback):
-    """Ends training after the second evaluation in a row at which the best head's prefix matching is at the level."""
+    """Stops training after two evaluations in a row at which the best head's prefix matching is at least `LEVEL`."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -138,15 +138,15 @@ class StopAtLevel(TrainerCallback):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchJob(TextJob):
-    """A `TextJob` that ends once the model copies."""
+    """A `TextJob` that stops training once the model copies."""
 
     def callbacks(self) -> Sequence[TrainerCallback]:
-        """See `StopAtLevel`."""
+        """Return a `StopAtLevel`."""
         return (StopAtLevel(),)
 
 
 def search_jobs(seeds: Sequence[int]) -> list[SearchJob]:
-    """Each setting with each seed, in the order of `SEARCH`."""
+    """Return a job for each setting with each seed, in the order of `SEARCH`."""
     return [
         SearchJob(arm=Arm(case=setting.label), config=replace(setting.config(), seed=seed))
         for setting in SEARCH
@@ -155,19 +155,19 @@ def search_jobs(seeds: Sequence[int]) -> list[SearchJob]:
 
 
 def tokens_to_level(record: Record) -> float | None:
-    """Tokens that a run had read when its best head's prefix matching came up to `LEVEL`; None: it did not."""
+    """Return the tokens read when the best head's prefix matching reached `LEVEL`, or None if it did not."""
     steps = steps_to(*accuracy_curve(record, "prefix_matching"), LEVEL)
     return None if steps is None else steps * tokens_per_step(record)
 
 
 def tokens_per_step(record: Record) -> int:
-    """Of all processes."""
+    """Return the tokens per step over all processes."""
     options = record.options
     return options["tokens_per_step"] or options["batch_size"] * options["data"]["sequence_length"]
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """In how many settings plain layers copy, and in which soonest: on text as it is, and with spans repeated."""
+    """Return the claims whether any setting leads vanilla layers to copy, by depth, on plain text or repeated spans."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         layers = {2: "Two", 3: "Three"}[record.options["model"]["num_hidden_layers"]]
@@ -188,26 +188,26 @@ def _claim(statement: str, records: Sequence[Record]) -> Claim:
         statement=statement,
         ours=ours,
         direction=sign_test(int(bool(reached)), int(not reached)),
-        size="one seed of each setting, up to 25 million tokens, none of which is read twice",
+        note="one seed of each setting, up to 25 million tokens, none of which is read twice",
     )
 
 
 def _flops(record: Record) -> float:
-    """Of training, for one token."""
+    """Return the training FLOPs per token."""
     return training_flops(llama_of(record), record.options["data"]["sequence_length"]).model
 
 
 def millions(tokens: float) -> str:
-    """In words."""
+    """Return a number of tokens in words, such as "1.5 million"."""
     return f"{tokens / 1e6:.1f} million"
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """How high each setting came."""
+    """Plot the highest prefix matching of each setting."""
     figure, (axes,) = new_figure(
         ["Plain layers: the highest prefix matching of a head"], height=0.5 + 0.3 * len(records)
     )
-    axes.title.set(horizontalalignment="right", x=1)  # the panel is narrow beside the names of settings
+    axes.title.set(horizontalalignment="right", x=1)  # the panel is narrow because of the long names of settings
     best = [max(accuracy_curve(record, "prefix_matching")[1]) for record in records]
     axes.barh(range(len(records)), best, color="tab:gray")
     axes.axvline(LEVEL, color="black", linestyle=":", label=f"{LEVEL:g}, from which a model is said to copy")
@@ -228,7 +228,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Every setting that was tried."""
+    """Return a table of every setting that was tried."""
     rows = [("setting", "tokens read", f"tokens to {LEVEL:g}", "highest prefix matching", "last loss")]
     for record in records:
         reached = tokens_to_level(record)

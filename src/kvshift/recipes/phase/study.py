@@ -1,7 +1,7 @@
-"""When do models begin to copy on real text, and what is the shift worth before that, at it and afterwards?
+"""When do models begin to copy on real text, and what does the shift gain before, at and after that point?
 
-The preset `search` trains two plain layers in many settings, to find one in which they begin to copy at all, which it
-has not; the others train one and two layers without and with the shift in the first of these settings.
+The preset `search` trains mostly two vanilla layers in many settings to find one in which they begin to copy at all; it
+has found none. The other presets train one and two layers with and without the shift in the first of these settings.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DEPTHS = (2, 1)
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
-    """Of the search, each setting; else one and two layers, without and with, with each seed."""
+    """Return a job for each setting of the search, or for each depth with and without KV shift, with each seed."""
     if preset == "search":
         return [*phase_search.search_jobs(seeds)]
     return pairs_of_depths(CONFIGS[preset], DEPTHS, seeds)
@@ -62,7 +62,7 @@ def _is_search(records: Sequence[Record]) -> bool:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Of the search, what it found; else when models change, and the gain before, at and after that."""
+    """Return the claims of the search, or those about when models begin to copy and the gain before and after that."""
     return phase_search.claims(records) if _is_search(records) else _claims(Changes(records))
 
 
@@ -80,7 +80,7 @@ def _claims(changes: Changes) -> list[Claim]:
 
 
 def _survives(changes: Changes, layers: int) -> Claim:
-    """The question of the recipe; undecided where plain attention has not changed in all seeds."""
+    """Return the recipe's main question; it is "not shown" unless vanilla begins to copy in all seeds."""
     theirs = changes.reach(Arm(variant="vanilla", layers=layers))
     ends = changes.ends(layers)
     gains = changes.gains(layers, "loss", ends)
@@ -90,7 +90,7 @@ def _survives(changes: Changes, layers: int) -> Claim:
         statement=f"{layers_text(layers)}: the gain survives plain attention's own change",
         ours=f"gain at the end {mean_text(gains)}{but}",
         direction=decided,
-        size="decided where vanilla changes in every seed, by the loss after the last step",
+        note="decided where vanilla changes in every seed, by the loss after the last step",
     )
 
 
@@ -102,12 +102,12 @@ def _one_for_two(changes: Changes, least: int, most: int) -> Claim:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Of the search, how high each setting came; else prefix matching and losses by kind over tokens."""
+    """Plot the highest prefix matching of each setting of the search, or prefix matching and losses over tokens."""
     return phase_search.plot(records) if _is_search(records) else plot_changes(records)
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Of the search, every setting; else the gains by kind of target at each moment."""
+    """Return the table of all settings of the search, or of the gains by kind of target at each moment."""
     shown = [record for record in records if record.tunes is None]
     if _is_search(shown):
         return phase_search.table(shown)

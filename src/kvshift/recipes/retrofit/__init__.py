@@ -1,4 +1,4 @@
-"""Does KV shift help a model that has learned without it? Coefficients, LoRA and both, trained for a few minutes."""
+"""Does KV shift help a model pretrained without it? Coefficients, LoRA or both are trained for a few minutes."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -1,4 +1,4 @@
-"""What the recipe `retrofit` measures of a model: its loss on texts that it was not trained on, and how it copies."""
+"""The measurements of the recipe `retrofit`: a model's loss on held-out texts, and how well it copies."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from kvshift.lab.training.head_scores import measure_heads
 from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.trainer import sequence_losses
 
-Texts = dict[str, list[float]]  # by the name of a text, the mean loss of each of its sequences, in nats per token
+Texts = dict[str, list[float]]  # mean loss of each sequence in nats per token, by name of the text
 
 _BEST_HEADS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """On what a model is measured.
+    """The data on which a model is measured.
 
     Attributes:
-        texts: a name and a file or bundled corpus each, the first of the kind that is trained on.
-        sequences: of each text, at equal distances.
-        begin: sequences at the beginning of each text that are left out: on those of the first, learning rates were
-            chosen.
-        sequence_length: tokens of each.
-        repeated: random sequences of 64 tokens, or fewer, that come twice; see `kvshift.lab.training.head_scores`.
-        batch_size: sequences at once.
+        texts: name and file (or bundled corpus) of each text; the first is of the kind that is trained on.
+        sequences: number of sequences of each text, evenly spaced.
+        begin: number of sequences to skip at the beginning of each text: those of the first text were used to choose
+            learning rates.
+        sequence_length: tokens per sequence.
+        repeated: number of random sequences of up to 64 tokens, each repeated once; see
+            `kvshift.lab.training.head_scores`.
+        batch_size: sequences per batch.
     """
 
     texts: tuple[tuple[str, str], ...]
@@ -45,12 +46,15 @@ class HeldOut:
 
 @torch.no_grad()
 def measure(model: Any, tokenizer: Any, config: HeldOut) -> dict[str, Any]:
-    """ "losses" as in `Texts`; "repeated": loss and accuracy in the second half of repeated sequences; "induction": the
-    mean score of the best five induction heads, "best_heads": which they are, as [layer, head].
+    """Measure a model.
+
+    Returns:
+        "losses": as in `Texts`; "repeated": loss and accuracy in the second half of repeated sequences; "induction":
+        mean score of the five best induction heads; "best_heads": these heads, as [layer, head].
     """
     model.eval()
     losses = {name: _losses(model, tokenizer, text, config) for name, text in config.texts}
-    model.set_attn_implementation("eager")  # which alone gives probabilities
+    model.set_attn_implementation("eager")  # the only implementation that returns attention weights
     found = measure_heads(model, RepeatConfig(rows=config.repeated, batch_size=config.batch_size))
     best = sorted(found.heads, key=lambda head: -head.scores["induction"])[:_BEST_HEADS]
     return {
@@ -63,7 +67,7 @@ def measure(model: Any, tokenizer: Any, config: HeldOut) -> dict[str, Any]:
 
 def _losses(model: Any, tokenizer: Any, text: str, config: HeldOut) -> list[float]:
     before, documents = load_documents(DataConfig(corpus=text))
-    if "/" in text:  # a file of its own; of a bundled corpus, all but the end is trained on
+    if "/" in text:  # a file is held out as a whole; of a bundled corpus, only the validation part at its end is
         documents = datasets.concatenate_datasets([cast(datasets.Dataset, before), documents])
     rows = pack_documents(documents, tokenizer, config.sequence_length, "concat")
     count = min(config.sequences, len(rows) - config.begin)

@@ -1,4 +1,4 @@
-"""Claims, table and figure of the measurements of `retrofit.py`."""
+"""Claims, table and figure of the recipe `retrofit`, from its measurements."""
 
 from __future__ import annotations
 
@@ -22,58 +22,58 @@ ALL, CONTROL, LORA, BOTH = "coefficients", "current token alone", "LoRA", "LoRA 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of each part, by seed; of the untrained model, the same for each seed.
+    """The measurements of each trained part by seed; those of the untrained model are the same for each seed.
 
     Attributes:
-        records: of the preset.
+        records: records of the preset.
     """
 
     records: Sequence[Record]
 
     @cached_property
     def by_part(self) -> Mapping[str, list[Record]]:
-        """In the order of seeds."""
+        """Records of each part in the order of seeds; the untrained model's record is repeated for each seed."""
         found = {arm.label: [*seeds.values()] for arm, seeds in by_arm(self.records).items()}
         return {**found, NOTHING: found[NOTHING] * len(found[ALL])}
 
     @property
     def parts(self) -> list[str]:
-        """Those that were trained."""
+        """Labels of the parts that were trained."""
         return [label for label in (ALL, CONTROL, LORA, BOTH) if label in self.by_part]
 
     @property
     def texts(self) -> list[str]:
-        """The first is of the kind that is trained on."""
+        """Names of the held-out texts; the first is of the kind that is trained on."""
         return [*self.by_part[ALL][0].result["losses"]]
 
     @property
     def tokens(self) -> int:
-        """That each part was trained on."""
+        """Number of tokens that each part was trained on."""
         return int(self.by_part[ALL][0].result["tokens"])
 
     def losses(self, label: str, text: str) -> list[float]:
-        """Of each seed, the mean over sequences."""
+        """Return the loss of each seed, a mean over sequences."""
         return [statistics.fmean(record.result["losses"][text]) for record in self.by_part[label]]
 
     def minus_untrained(self, label: str, text: str) -> list[float]:
-        """By how much the loss of each seed differs from that of the untrained model; none where nothing was run."""
+        """Return the loss of each seed minus that of the untrained model; an empty list if the part was not trained."""
         if label not in self.by_part:
             return []
         pairs = zip(self.losses(label, text), self.losses(NOTHING, text), strict=True)
         return [after - before for after, before in pairs]
 
     def by_sequence(self, label: str, text: str) -> list[float]:
-        """Of each sequence, the mean over seeds."""
+        """Return the loss of each sequence, a mean over seeds."""
         return [
             statistics.fmean(one) for one in zip(*(r.result["losses"][text] for r in self.by_part[label]), strict=True)
         ]
 
     def repeated(self, label: str, name: str) -> list[float]:
-        """Loss or accuracy in the second half of repeated sequences, by seed."""
+        """Return the loss or accuracy in the second half of repeated sequences, by seed."""
         return [record.result["repeated"][name] for record in self.by_part[label]]
 
     def induction(self, label: str) -> list[float]:
-        """The mean score of the best induction heads, by seed."""
+        """Return the mean score of the best induction heads, by seed."""
         return [record.result["induction"] for record in self.by_part[label]]
 
 
@@ -82,7 +82,7 @@ _COPYING = ((ALL, NOTHING), (ALL, CONTROL), (BOTH, LORA))
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Each part against none, coefficients against the control, both against LoRA; whether it lasts; copying."""
+    """Return the claims: losses of each part against its controls, whether the gain lasts, and copying."""
     found = Measured(records)
     losses, copying = ([pair for pair in pairs if set(pair) <= {*found.by_part}] for pairs in (_LOSSES, _COPYING))
     return [
@@ -94,7 +94,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _lower(found: Measured, text: str, one: str, other: str) -> Claim:
-    """Decided where the intervals over seeds and over sequences both leave out 0, on the same side."""
+    """Return the claim of a lower loss, decided only if the intervals over seeds and over sequences agree."""
     ours, theirs = found.losses(one, text), found.losses(other, text)
     pairs = zip(found.by_sequence(one, text), found.by_sequence(other, text), strict=True)
     differences = [first - second for first, second in pairs]
@@ -105,14 +105,14 @@ def _lower(found: Measured, text: str, one: str, other: str) -> Claim:
         ours,
         theirs,
         names=(one, other),
-        size=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}; over "
+        note=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}; over "
         f"{len(differences)} sequences {statistics.fmean(differences):+.4f} (95 % interval {low:+.4f} to {high:+.4f})",
     )
     return over_seeds if over_seeds.direction == over_sequences else replace(over_seeds, direction="not shown")
 
 
 def _lasting(found: Measured) -> Claim:
-    """What the lags add, at the first evaluation and at the last."""
+    """Return the question whether the lags add no less at the last evaluation than at the first."""
     gains = {}
     for at in (0, -1):
         all_, control = ([accuracy_curve(r, "loss")[1][at] for r in found.by_part[label]] for label in (ALL, CONTROL))
@@ -126,7 +126,7 @@ def _lasting(found: Measured) -> Claim:
         statement=f"The lags add no less to the current token after {found.tokens:,} tokens than after {first:,}",
         ours=f"{means}; {verdict(changes, names=names).text}",
         direction=higher(gains[-1], gains[0]) if any(changes) else "not shown",
-        size="validation loss of the runs, on sequences that the other claims leave out",
+        note="validation loss of the runs, on sequences that the other claims leave out",
     )
 
 
@@ -138,7 +138,7 @@ def _repeats(found: Measured, one: str, other: str) -> Claim:
         ours,
         theirs,
         names=(one, other),
-        size=f"{statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f} nats per token; copied "
+        note=f"{statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f} nats per token; copied "
         f"{100 * accuracy[0]:.1f} % against {100 * accuracy[1]:.1f} %",
     )
 
@@ -153,12 +153,12 @@ def _induction(found: Measured, one: str, other: str) -> Claim:
         ours=f"mean of the best five {statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f}: "
         f"{statistics.fmean(differences):+.3f}{over_seeds}, {len(differences)} seeds",
         direction=higher(ours, theirs),
-        size="of 1; the scores of `kvshift analyze`",
+        note="of 1; the scores of `kvshift analyze`",
     )
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Means over seeds of everything that was measured."""
+    """Return a table of all measurements, as means over seeds."""
     found = Measured([record for record in records if record.tunes is None])
     rows: list[tuple[str, ...]] = [
         ("trained", *(f"loss on {text}" for text in found.texts), "loss on repeats", "copied", "induction")
@@ -172,7 +172,7 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """The validation loss by step, and what each part gains on each text."""
+    """Plot the validation loss by step, and each part's loss minus the untrained model's on each text."""
     found = Measured(records)
     titles = [f"Validation loss while training on {found.texts[0]}", "Held-out text: trained minus untrained"]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS, "difference (nats per token)"], height=3.6)

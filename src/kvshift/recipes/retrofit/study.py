@@ -1,4 +1,4 @@
-"""Does KV shift help a model that has learned without it? Coefficients, LoRA and both, trained for a few minutes."""
+"""Does KV shift help a model pretrained without it? Coefficients, LoRA or both are trained for a few minutes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvshift.recipes.retrofit import ENTRY
 from kvshift.recipes.retrofit.held_out import HeldOut, measure
 from kvshift.recipes.retrofit.retrofit_claims import ALL, BOTH, CONTROL, LORA, NOTHING, claims, plot, tables
 
-SMOLLM2 = "smollm2"  # stands for the folder of the model, which is another on each machine
+SMOLLM2 = "smollm2"  # placeholder for the model's folder, which differs between machines
 PARTS: Mapping[str, Any] = {ALL: "shift", CONTROL: "current", LORA: "lora", BOTH: "shift+lora"}
 
 WIKI, BOOKS = "wiki2014-en", "classic-books"
@@ -78,7 +78,7 @@ SMOKE = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a preset trains, and what it measures afterwards."""
+    """The training options of a preset, its measurements and the parts that it trains."""
 
     config: TrainConfig
     held_out: HeldOut
@@ -98,12 +98,12 @@ SIZES = {
         ),
     ),
 }
-TUNING = 4  # the runs that choose a learning rate take this part of the steps
+TUNING = 4  # runs of the learning-rate search take 1 / TUNING of the steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Untrained:
-    """What is measured before any training: the model that `config` starts from."""
+    """Options of the measurement before any training, of the model that `config` starts from."""
 
     config: TrainConfig
     held_out: HeldOut
@@ -111,22 +111,22 @@ class Untrained:
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitJob(TextJob):
-    """Train a part of a model, then measure it on held-out text. Its weights are not kept.
+    """Train a part of a model, then measure the model on held-out text. Its weights are not kept.
 
     Attributes:
-        held_out: on what; None: nothing is measured, as of runs that choose a learning rate.
+        held_out: the data of the measurement; None: nothing is measured, as in runs of the learning-rate search.
     """
 
     held_out: HeldOut | None = field(default=None)
 
     def tuning(self, rate: float, *, steps: int | None = None) -> Self:
-        """See `RunJob`; what chooses a rate is shorter, and is measured on its own sequences alone."""
+        """See `RunJob`; the run is shorter, is evaluated once at its end, and is not measured on held-out text."""
         job = super().tuning(rate, steps=steps)
         shorter = max(1, job.config.steps // TUNING)
         return replace(job, held_out=None, config=replace(job.config, steps=shorter, eval_every=shorter))
 
     def is_finished(self, out: Path) -> bool:
-        """Raises a LabError at once where the model or the text is not on this machine."""
+        """See `Job`; raise a LabError early if the model or the text is not on this machine."""
         self._here()
         return super().is_finished(out) and (self.held_out is None or (out / _MEASURED).exists())
 
@@ -138,11 +138,11 @@ class RetrofitJob(TextJob):
         remove_folder(out / "model")
 
     def on_bundled_text(self) -> Self:
-        """The model knows real text; a small corpus that it may have seen says nothing."""
+        """Return this job: the model was pretrained on real text and may have seen the small bundled corpus."""
         return self
 
     def record(self, out: Path) -> dict[str, Any]:
-        """With what was measured; of the model and its tokenizer, their name."""
+        """See `Job`; add the measurements, and replace local paths of model and tokenizer by their names."""
         measured = {} if self.held_out is None else RunFolder(out).read(out / _MEASURED)
         if measured is None:
             raise LabError(f"{out} contains a finished run, but no {_MEASURED}")
@@ -161,12 +161,12 @@ _MEASURED = "measured.json"
 
 
 def _here(held_out: HeldOut) -> HeldOut:
-    """With the texts where they lie on this machine."""
+    """Return the options with the paths of the texts on this machine."""
     return replace(held_out, texts=tuple((name, cast(str, find_shared(text))) for name, text in held_out.texts))
 
 
 def measure_untrained(work: Untrained) -> dict[str, Any]:
-    """See `measure`."""
+    """Measure the model before training; see `measure`."""
     config = work.config
     if config.init_from is not None:
         folder = find_smollm2()
@@ -178,7 +178,7 @@ def measure_untrained(work: Untrained) -> dict[str, Any]:
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[Job]:
-    """Each part with each seed, which are those of the data's order and of LoRA's start; and the model as it was."""
+    """Return a job for each part with each seed (of data order and LoRA weights), and one for the base model."""
     size = SIZES[preset]
     config, held_out = size.config, size.held_out
     untrained = Untrained(config=replace(config, seed=seeds[0]), held_out=held_out)

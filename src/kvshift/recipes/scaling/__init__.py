@@ -1,1 +1,1 @@
-"""The runs of models of several sizes, which `fig05` and `fig06` share."""
+"""The runs of models of several sizes that `fig05` and `fig06` share."""

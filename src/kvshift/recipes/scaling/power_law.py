@@ -1,4 +1,4 @@
-"""Figures 5 and 6: losses by size of model, the power law through them, and losses by tokens."""
+"""Figures 5 and 6: losses by model size, a power law fitted to them, and losses by number of tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _of_width(config: TrainConfig, width: int, layers: int, head: int) -> tuple[
 
 
 def _of_paper(size: str) -> tuple[str, TrainConfig]:
-    """A model of Table 16, on 10 billion tokens at the learning rate of the smallest."""
+    """Return a size of Table 16 and its options: 10 billion tokens with the optimizer of the smallest size."""
     config, base = LARGE[size].config, LARGE["1.5B"].config
     tokens = 2_097_152 if size == "13B" else 1_048_576
     data = replace(base.data, sequence_length=2048, vocab_size=config.data.vocab_size)
@@ -57,7 +57,7 @@ def _of_paper(size: str) -> tuple[str, TrainConfig]:
     )
 
 
-# By preset: the sizes, the smallest first, and which of them is trained three times as long.
+# By preset: the sizes, smallest first, and the index of the one that is also trained three times as long.
 SIZES: Mapping[str, tuple[dict[str, TrainConfig], int]] = {
     "paper": (dict(map(_of_paper, LARGE)), 0),
     "laptop": (
@@ -75,7 +75,7 @@ def _job(arm: Arm, config: TrainConfig, variant: str, seed: int) -> StudyJob:
 
 
 def _jobs(preset: str, seeds: Sequence[int], *, longer: bool) -> list[StudyJob]:
-    """Each size with and without, the largest first; with `longer`, one of them for three times as many steps too."""
+    """Return jobs of each size with and without KV shift, longest first; `longer` adds one size at thrice the steps."""
     sizes, long = SIZES[preset]
     named = [(name, config) for name, config in sizes.items() if longer or name in IN_FIGURE_5.get(preset, sizes)]
     runs = [(Arm(case=name), config) for name, config in named]
@@ -87,14 +87,14 @@ def _jobs(preset: str, seeds: Sequence[int], *, longer: bool) -> list[StudyJob]:
 
 
 def parameters_of(record: Record) -> int:
-    """N of Figure 6a: parameters without those of embedding and output, and without coefficients."""
+    """Return N of Figure 6a: the number of parameters without embedding, output layer and shift coefficients."""
     found = count_parameters(llama_of(record))
     return found.total - found.embedding - found.shift
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of one size with and without shift, in pairs of a seed."""
+    """The runs of one size with and without the shift, paired by seed."""
 
     name: str
     ours: Sequence[Record]
@@ -105,7 +105,7 @@ class _Runs:
         return parameters_of(self.theirs[0])
 
     def losses(self, at: float = 1.0) -> tuple[list[float], list[float]]:
-        """With and without, at the evaluation nearest to that part of the steps."""
+        """Return the losses with and without the shift at the evaluation nearest to the fraction `at` of the steps."""
         return [_loss(record, at) for record in self.ours], [_loss(record, at) for record in self.theirs]
 
 
@@ -115,7 +115,7 @@ def _loss(record: Record, part: float) -> float:
 
 
 def _by_size(records: Sequence[Record], *, longer: bool = False) -> list[_Runs]:
-    """The smallest first; the runs of three times the steps, or the others."""
+    """Return the runs by size, smallest first: only those with three times the steps if `longer`, else the others."""
     models = by_arm(records)
     sizes = dict.fromkeys(replace(arm, variant=None) for arm in models if (arm.steps is not None) == longer)
     found = []
@@ -135,14 +135,14 @@ def _at_each_size(records: Sequence[Record]) -> list[Claim]:
                 ours,
                 theirs,
                 paper="lower at 1.5B, 6.7B and 13B",
-                size=f"nats per token, of {runs.size:,} parameters without embeddings",
+                note=f"nats per token, of {runs.size:,} parameters without embeddings",
             )
         )
     return claims
 
 
 def over_sizes(records: Sequence[Record]) -> list[Claim]:
-    """Each size, and the mean over them: one for each seed, because sizes share seeds."""
+    """Return the claims about each size and about the mean over sizes, one value per seed as sizes share seeds."""
     both = [runs.losses() for runs in _by_size(records)]
     if len(both) < 2:
         return _at_each_size(records)
@@ -152,13 +152,13 @@ def over_sizes(records: Sequence[Record]) -> list[Claim]:
         f"Mean over {len(both)} sizes, by seed: KV-shift has a lower loss than vanilla",
         means,
         [0.0] * len(means),
-        size="nats per token; chosen after the data had been seen",
+        note="nats per token; chosen after the data had been seen",
     )
     return [*_at_each_size(records), mean]
 
 
 def _fits(records: Sequence[Record]) -> tuple[PowerLaw, PowerLaw]:
-    """Of the losses of all runs with shift, and of those without."""
+    """Return the power laws fitted to the losses of all runs with the shift, and of all runs without."""
     sizes: list[float] = []
     losses: tuple[list[float], list[float]] = ([], [])
     for runs in _by_size(records):
@@ -170,7 +170,7 @@ def _fits(records: Sequence[Record]) -> tuple[PowerLaw, PowerLaw]:
 
 
 def _ratios_by_seed(records: Sequence[Record]) -> list[PowerLaw]:
-    """Of each seed, the law of its losses with shift over those without: its exponent is the difference of theirs."""
+    """Return each seed's power law of the ratio of losses, with over without: its exponent is their difference."""
     sizes = _by_size(records)
     seeds = zip(*([one / other for one, other in zip(*runs.losses(), strict=True)] for runs in sizes), strict=True)
     return [fit_power_law([runs.size for runs in sizes], ratios) for ratios in seeds]
@@ -182,7 +182,7 @@ def _over_seeds(values: Sequence[float]) -> str:
 
 
 def scaling(records: Sequence[Record]) -> list[Claim]:
-    """Of Figure 6: the gain at every size, the exponents, what they say of larger models, and of more tokens."""
+    """Return the claims of Figure 6: the gain at every size, exponents, extrapolation to larger models, more tokens."""
     each = [claim.direction for claim in _at_each_size(records)]
     together: Direction = "fails" if "fails" in each else "holds" if set(each) == {"holds"} else "not shown"
     ours, theirs = _fits(records)
@@ -196,14 +196,14 @@ def scaling(records: Sequence[Record]) -> list[Claim]:
             paper="at every size, without numbers",
             ours=f"of {len(each)} sizes it holds at {each.count('holds')} and fails at {each.count('fails')}",
             direction=together,
-            size=f"{sizes[0].size:,} to {sizes[-1].size:,} parameters without embeddings",
+            note=f"{sizes[0].size:,} to {sizes[-1].size:,} parameters without embeddings",
         ),
         Claim(
             statement="L(N) = (N_c / N)^a falls faster with KV-shift",
             paper="it gives no exponents",
             ours=f"the exponents differ by {_over_seeds(steeper)}",
             direction=higher(steeper, [0.0] * len(steeper)),
-            size=f"a is {ours.exponent} with and {theirs.exponent} without, N_c {ours.critical_size:.3g} and "
+            note=f"a is {ours.exponent} with and {theirs.exponent} without, N_c {ours.critical_size:.3g} and "
             f"{theirs.critical_size:.3g}: of all runs, by the bootstrap",
             own=True,
         ),
@@ -212,7 +212,7 @@ def scaling(records: Sequence[Record]) -> list[Claim]:
             paper="it does not extrapolate",
             ours=f"the ratio of the losses is {_over_seeds(at)}",
             direction=higher([1.0] * len(at), at),
-            size=f"at {beyond:,} parameters {ours.at(beyond)} nats against {theirs.at(beyond)}, of all runs by the "
+            note=f"at {beyond:,} parameters {ours.at(beyond)} nats against {theirs.at(beyond)}, of all runs by the "
             "bootstrap, if the power law holds so far",
             own=True,
         ),
@@ -221,7 +221,7 @@ def scaling(records: Sequence[Record]) -> list[Claim]:
 
 
 def _with_tokens(runs: _Runs) -> Claim:
-    """Whether the gain at the end is as large as after a third of the tokens."""
+    """Return the claim that the gain at the end is as large as after a third of the tokens."""
     gains = [[other - one for one, other in zip(*runs.losses(part), strict=True)] for part in (1 / 3, 1.0)]
     changes = [late - early for early, late in zip(*gains, strict=True)]
     names = ("the gain after all tokens", "that after a third")
@@ -230,13 +230,13 @@ def _with_tokens(runs: _Runs) -> Claim:
         paper="the difference does not decrease, from 10 to 30 billion tokens",
         ours=verdict(changes, names=names).text,
         direction=higher(gains[1], gains[0]),
-        size=f"gains {', '.join(f'{gain:.4f}' for gain in gains[1])} against "
+        note=f"gains {', '.join(f'{gain:.4f}' for gain in gains[1])} against "
         f"{', '.join(f'{gain:.4f}' for gain in gains[0])}, by seed",
     )
 
 
 def plot_curves(records: Sequence[Record]) -> Figure:
-    """Loss over steps, a panel for each size."""
+    """Plot the loss over steps, one panel for each size."""
     sizes = _by_size(records)
     figure, panels = new_figure([runs.name for runs in sizes], ylabels=[LOSS], sharey=True)
     for axes, runs in zip(panels, sizes, strict=True):
@@ -246,7 +246,7 @@ def plot_curves(records: Sequence[Record]) -> Figure:
 
 
 def plot_scaling(records: Sequence[Record]) -> Figure:
-    """The power laws to ten times the largest size, and the loss over three times the steps."""
+    """Plot the power laws up to ten times the largest size, and the losses of the runs with three times the steps."""
     from matplotlib.ticker import ScalarFormatter
 
     (longer,) = _by_size(records, longer=True)
@@ -261,7 +261,7 @@ def plot_scaling(records: Sequence[Record]) -> Figure:
         marker = marker_of(label, colors)
         left.plot(grid, [each.value for each in at], color=colors[label], marker=marker, markevery=[], label=label)
         low, high = [max(each.low, each.value / 2) for each in at], [min(each.high, each.value * 2) for each in at]
-        left.fill_between(grid, low, high, color=colors[label], alpha=0.15)  # it may reach from 0 to infinity
+        left.fill_between(grid, low, high, color=colors[label], alpha=0.15)  # unclipped, 0 to infinity
         for runs in sizes:
             losses = runs.losses()[number]
             left.plot([runs.size] * len(losses), losses, marker, color=colors[label], markersize=3)
@@ -290,7 +290,7 @@ def scaling_recipe(
     *,
     longer: bool,
 ) -> Recipe:
-    """A figure of the losses of several sizes; with `longer`, one of them is trained three times as long too."""
+    """Return the recipe of a figure of losses by size; with `longer`, one size is also trained three times as long."""
     return Recipe(
         entry=entry,
         source=source,

@@ -1,4 +1,4 @@
-"""Table 3: the logits behind Theorem 3.4, as printed and as derived, beside those of the model itself."""
+"""Table 3: the logits behind Theorem 3.4, as printed and as derived, compared with the model's own logits."""
 
 from kvshift.lab.study.entry import Entry, Preset
 

@@ -1,4 +1,4 @@
-"""Table 3: the logits behind Theorem 3.4, as printed and as derived, beside those of the model itself."""
+"""Table 3: the logits behind Theorem 3.4, as printed and as derived, compared with the model's own logits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvshift.recipes.tab03 import ENTRY
 
 LIMIT, DRAWS = "orthonormal embeddings", "Gaussian embeddings"
 
-# By kind of token: which these are, and their logit as printed and as derived.
+# By kind of token: the tokens of that kind, their logit as printed, and their logit as derived.
 PAPER: Mapping[str, tuple[str, str, str]] = {
     "target": ("token i + 1", "(b1 e^a2 + b2) / S", "the same"),
     "repeated": ("token i", "(2 b1 e^a1 + b2 e^a2) / S", "the same"),
@@ -35,19 +35,19 @@ PAPER: Mapping[str, tuple[str, str, str]] = {
     "other": ("all other tokens", "(b1 + b2) / S", "the same"),
 }
 
-_EXACT = 1e-12  # float64, sums of 32 terms: the derivation meets the model to 1e-15
+_EXACT = 1e-12  # float64, sums of 32 terms: the derivation agrees with the model to 1e-15
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitConfig:
-    """The limit of large d, met exactly by orthonormal embeddings."""
+    """The limit of large d, which orthonormal embeddings meet exactly."""
 
     tokens: tuple[int, ...] = (4, 5, 8, 12, 32)
-    """T."""
+    """Sequence lengths T."""
     coefficients: tuple[tuple[float, float, float, float], ...] = COEFFICIENTS
-    """a1, a2, b1, b2."""
+    """Coefficients a1, a2, b1, b2 of each setting."""
     edge: int = 8
-    """T, for the loss at each i = 1 ... T - 1."""
+    """Sequence length T for the loss at each i = 1 ... T - 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +55,19 @@ class DrawsConfig:
     """The model with Gaussian embeddings, at the `COEFFICIENTS`."""
 
     draws: int
-    """Of the embeddings, all fresh."""
+    """Number of independent draws of all embeddings."""
     width: int
-    """d."""
+    """Width d of the embeddings."""
     tokens: int = 8
-    """T."""
+    """Sequence length T."""
     repeated: int = 4
-    """i."""
+    """Position i of the repeated token."""
     seed: int = 0
-    """Of the draws."""
+    """Random seed of the draws."""
 
 
 def compute_limit(config: LimitConfig) -> dict[str, Any]:
-    """Logits, loss and gradients of the model beside both forms, and the loss at every place."""
+    """Compare logits, loss and gradients of the model with both forms, and compute the loss at every position i."""
     return {
         "settings": [
             {
@@ -87,14 +87,14 @@ def compute_limit(config: LimitConfig) -> dict[str, Any]:
 
 
 def compute_draws(config: DrawsConfig) -> dict[str, Any]:
-    """Mean loss beside the closed forms."""
+    """Compare the model's mean loss over draws with the closed forms."""
     rows = check_monte_carlo(
         config.draws, config.width, tokens=config.tokens, repeated=config.repeated, seed=config.seed
     )
     return {"settings": rows}
 
 
-# Draws and their width; T of the limit.
+# Number of draws, their width d, and the lengths T of the limit.
 SIZES = {
     "smoke": (5, 64, (4, 5)),
     "laptop": (100, 4096, (4, 5, 8, 12, 32)),
@@ -103,7 +103,7 @@ SIZES = {
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[Computation]:
-    """The draws of each seed; the limit, which has none."""
+    """Return a job for the draws of each seed and one for the limit, which has no seed."""
     draws, width, tokens = SIZES[preset]
     return [
         *(
@@ -123,7 +123,7 @@ _MARKERS = {"printed": "o", "script": "^", "derived": "s"}
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """How far each logit is from the model's, and each closed loss from the mean of draws."""
+    """Plot how far each logit is from the model's, and how far each closed-form loss is from the mean over draws."""
     titles = ["Logits of Table 3", "Loss, Gaussian embeddings"]
     labels = ["difference from the model", "difference in standard errors"]
     figure, (left, right) = new_figure(titles, ylabels=labels, height=3.8)
@@ -133,7 +133,7 @@ def plot(records: Sequence[Record]) -> Figure:
         for number, kind in enumerate(PAPER):
             found = _errors(settings, kind, form)
             places += [number + shift] * len(found)
-            errors += [max(error, 1e-17) for error in found]  # the axis has no 0
+            errors += [max(error, 1e-17) for error in found]  # a logarithmic axis has no 0
         left.semilogy(places, errors, _MARKERS[form], color=color, alpha=0.6, markersize=4, label=form)
     left.set_xticks(range(len(PAPER)), [textwrap.fill(name, 12) for name, *_ in PAPER.values()])
 
@@ -154,7 +154,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """The table row by row, and the theorem that is made of it."""
+    """Return the claims about each row of the table and about the theorem that is built on it."""
     limit = _limit(records)
     settings = limit["settings"]
     return [
@@ -174,7 +174,7 @@ def _row(settings: Sequence[Mapping[str, Any]], kind: str) -> Claim:
         paper=printed,
         ours=f"off by up to {off:.2g}" + ("" if right else f"; derived {derived}, off by up to {exactly:.1g}"),
         direction=decided(right),
-        size=f"{len(settings)} settings of T, a and b; every i from 2 to T - 2",
+        note=f"{len(settings)} settings of T, a and b; every i from 2 to T - 2",
     )
 
 
@@ -186,7 +186,7 @@ def _theorem(settings: Sequence[Mapping[str, Any]]) -> Claim:
         ours=f"off in loss or gradient by {min(printed):.2g} to {max(printed):.2g}; "
         f"with A1 for A2, by {max(derived):.1g} at most",
         direction=decided(max(printed) < _EXACT),
-        size="one letter: the proof above the table has it right",
+        note="one letter: the proof above the table has it right",
     )
 
 
@@ -199,7 +199,7 @@ def _places(rows: Sequence[Mapping[str, Any]]) -> Claim:
         paper="i > 1 and i < T",
         ours=f"T = {tokens}, ({listed}): {inner[0]:.3f} for i = 2 ... {tokens - 2}, {last:.3f} for i = {tokens - 1}",
         direction=decided(all(_same([*row["loss"][1:]]) for row in rows)),
-        size=f"holds for 2 <= i <= T - 2: {'yes' if all(_same(row['loss'][1:-1]) for row in rows) else 'no'}",
+        note=f"holds for 2 <= i <= T - 2: {'yes' if all(_same(row['loss'][1:-1]) for row in rows) else 'no'}",
     )
 
 
@@ -213,12 +213,12 @@ def _draws(rows: Sequence[Mapping[str, Any]]) -> Claim:
         paper="for large d",
         ours=f"within {max(away('exact')):.1f} standard errors in all {len(rows)} settings",
         direction=decided(max(away("exact")) < 4),
-        size=f"Table 3 is out by {min(printed):.0f} standard errors or more wherever b2 is not 0",
+        note=f"Table 3 is out by {min(printed):.0f} standard errors or more wherever b2 is not 0",
     )
 
 
 def _errors(settings: Sequence[Mapping[str, Any]], kind: str, form: str) -> list[float]:
-    """Of one kind of token; where T = 4 there are no others."""
+    """Return the largest error of each setting for one kind of token; T = 4 has no tokens of the kind "other"."""
     rows = [setting["logits"][kind] for setting in settings if kind in setting["logits"]]
     return [abs(row[form] - row["model"]) + row["spread"] for row in rows]
 
@@ -232,7 +232,7 @@ def _limit(records: Sequence[Record]) -> Mapping[str, Any]:
 
 
 def _pooled(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The settings of the draws, over all seeds: the mean of means, and its standard error."""
+    """Return the settings of the draws over all seeds, with the mean of the seeds' means and its standard error."""
     seeds = [record.result["settings"] for record in by_arm(records)[Arm(case=DRAWS)].values()]
     return [
         {

@@ -1,4 +1,4 @@
-"""Table 4: grade-school problems with more operations than were trained on."""
+"""Table 4: grade-school problems with more operations than those of training."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -1,4 +1,4 @@
-"""Table 4: grade-school problems with more operations than were trained on."""
+"""Table 4: grade-school problems with more operations than those of training."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ TR12 = TaskTrainConfig(
     optimizer=_OPTIMIZER,
     steps=100_000,
     batch_size=32,
-    accumulation=16,  # 512 sequences a step
+    accumulation=16,  # 512 sequences per step
     eval_every=2000,
     eval_rows=512,
     eval_batch_size=64,
     save_every=5000,
-    data_workers=4,  # GPT-2's tokenizer: 400 sequences a second from each
+    data_workers=4,  # with GPT-2's tokenizer each worker makes 400 sequences per second
     questions=4096,
 )
 TR21 = replace(
@@ -53,7 +53,7 @@ TR21 = replace(
     task=IGSMConfig(ops=21, test_ops=24, tokenizer="gpt2", letters="random"),
     optimizer=replace(_OPTIMIZER, weight_decay=0.03),
     steps=200_000,
-    accumulation=8,  # 256 sequences a step
+    accumulation=8,  # 256 sequences per step
 )
 LAPTOP = replace(
     TR12,
@@ -68,13 +68,13 @@ LAPTOP = replace(
     data_workers=0,
     questions=1000,
 )
-# Problems of the other generator, which asks for what nobody states.
+# Problems of the generator igsm, whose questions ask for quantities that the text implies but never states.
 YE = replace(
     LAPTOP,
     task=IGSMConfig(
         generator="igsm", ops=4, test_ops=5, max_edges=8, length=512, loss="solutions", max_new_tokens=120, modulus=5
     ),
-    batch_size=4,  # sequences are twice as long: as many tokens a step as the laptop
+    batch_size=4,  # sequences are twice as long, so a step has as many tokens as in laptop
     eval_batch_size=32,
 )
 SMOKE = replace(
@@ -89,7 +89,7 @@ SMOKE = replace(
     questions=8,
 )
 
-# settings, then width, layers and heads
+# By preset: training settings, then width, layers and heads of the model.
 SIZES = {
     "paper": ((TR12, TR21), 768, 12, 12),
     "ye": ((YE,), 64, 2, 4),
@@ -100,12 +100,12 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemJob(MeasuredJob):
-    """Train one model, ask it problems of more operations than it was trained on, then of as many."""
+    """Train one model and test it on problems with more operations than in training, then with as many."""
 
     measured = "inside"
 
     def measure(self, model: Any) -> dict[str, Any]:
-        """Its answers to problems of the most operations of training, none of which occurs there."""
+        """Return the shares of correct answers to unseen problems with the largest number of operations of training."""
         task, size = self.config.task, self.config.eval_batch_size or self.config.batch_size
         assert isinstance(task, IGSMConfig)
         inside = IGSMTask(replace(task, test_ops=task.ops))
@@ -113,7 +113,7 @@ class ProblemJob(MeasuredJob):
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
-    """Both models in each setting with each seed."""
+    """Return a job for both models in each setting with each seed."""
     settings, width, layers, heads = SIZES[preset]
     return [
         ProblemJob(
@@ -127,9 +127,9 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """KV shift has more right, in each setting, by the paper's rule; beside it, whether it has so in training's range.
+    """Return the claims that KV shift answers more problems right, in each setting and also within training's range.
 
-    Print says nothing of the second. It tells what does not compute from what does not reach further.
+    The paper has no number for the second. It separates models that cannot compute from models that do not generalize.
     """
     models = by_arm(records)
     found = []
@@ -142,7 +142,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper=_in_print(printed or PAPER_SHARES["Tr12-Te15"]) + ("" if printed else " (Tr12-Te15)"),
                 ours=_found(runs, "answers"),
                 direction=higher(*(_shares(seeds, "paper") for seeds in runs)),
-                size="of the paper's setting, one seed in the paper" if printed else "a miniature; cannot be compared",
+                note="of the paper's setting, one seed in the paper" if printed else "a miniature; cannot be compared",
             )
         )
         if not printed:
@@ -155,7 +155,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     paper="no number",
                     ours=_found(runs, "inside"),
                     direction=higher(*inside),
-                    size="other problems than those of training",
+                    note="other problems than those of training",
                     own=True,
                 )
             )
@@ -163,7 +163,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _found(runs: Sequence[dict[int, Record]], which: str) -> str:
-    """The shares of both models, by the paper's rule and strictly."""
+    """Return the shares of right answers of both models as text, by the paper's rule and with every step right."""
     ours, theirs = (_shares(seeds, "paper", which) for seeds in runs)
     strict = [_shares(seeds, "strict", which) for seeds in runs]
     return (
@@ -173,7 +173,7 @@ def _found(runs: Sequence[dict[int, Record]], which: str) -> str:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """What share of questions each run answers, and how well it computes in sequences like those of training."""
+    """Plot the share of questions that each run answers, and its accuracy of computed values in training's range."""
     models, settings = by_arm(records), _settings(records)
     labels = ["share of questions answered", *["accuracy of computed values"] * len(settings)]
     figure, (left, *right) = new_figure(["Questions answered", *settings], ylabels=labels, height=3.4)
@@ -203,7 +203,7 @@ def _setting(task: object) -> str:
 
 
 def _settings(records: Sequence[Record]) -> list[str]:
-    """Easiest first, as in the paper."""
+    """Return the settings of the records, easiest first as in the paper."""
     found = {record.arm.case or "" for record in records}
     return sorted(found, key=lambda setting: int(setting.split("-")[0].removeprefix("Tr")))
 

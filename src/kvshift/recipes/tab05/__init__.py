@@ -1,4 +1,4 @@
-"""Table 5 and Appendix F: which way the coefficients of the KV heads lean, at the end and over training."""
+"""Table 5 and Appendix F: to which side the coefficients of the KV heads lean, over training and at its end."""
 
 from kvshift.lab.study.entry import Entry, Preset
 from kvshift.recipes.language_models import GRIDS

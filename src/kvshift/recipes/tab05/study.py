@@ -1,4 +1,4 @@
-"""Table 5 and Appendix F: which way the coefficients of the KV heads lean, at the end and over training."""
+"""Table 5 and Appendix F: to which side the coefficients of the KV heads lean, over training and at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvshift.recipes.language_models.lm_tables import NOTES
 from kvshift.recipes.language_models.settings import LARGE, TABLES, arm_at, jobs_of, place_label, places_of
 from kvshift.recipes.tab05 import ENTRY
 
-# The cells of Table 5, as `coefficient_counts` names them, and the paper's counts.
+# The cells of Table 5, named as in `coefficient_counts`, with the paper's counts.
 CELLS = {
     "alpha1 > alpha2, beta1 > beta2": 50,
     "alpha1 <= alpha2, beta1 > beta2": 17,
@@ -33,7 +33,7 @@ _SUMS = tuple(f"distance of {name}1 + {name}2 from 1" for name in ("alpha", "bet
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
-    """KV shift alone: the runs of Table 7 at one length; on many GPUs the 2.9B."""
+    """Return jobs of KV shift alone: the runs of Table 7, on laptop only at length 128; on paper the 2.9B model."""
     setting = TABLES[preset] if preset != "paper" else LARGE["2.9B"]
     if preset == "laptop":
         setting = replace(setting, places=[place for place in setting.places if place.length == 128])
@@ -41,17 +41,17 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
 
 
 def _on_diagonal(record: Record) -> list[float]:
-    """At each evaluation the share of the heads whose keys and values lean the same way."""
+    """Return, for each evaluation, the share of the KV heads whose keys and values lean the same way."""
     return _per_head(record, _DIAGONAL)
 
 
 def _negative(record: Record) -> list[float]:
-    """At each evaluation the share of all coefficients, four of a head, that are below 0."""
+    """Return, for each evaluation, the share of coefficients (four per head) that are negative."""
     return [count / 4 for count in _per_head(record, _NEGATIVE)]
 
 
 def _per_head(record: Record, names: Iterable[str]) -> list[float]:
-    """At each evaluation the sum of these counts over the number of KV heads."""
+    """Return, for each evaluation, the sum of the named counts divided by the number of KV heads."""
     counts, heads = (
         [sum(each) for each in zip(*(accuracy_curve(record, name)[1] for name in counted), strict=True)]
         for counted in (names, CELLS)
@@ -60,7 +60,7 @@ def _per_head(record: Record, names: Iterable[str]) -> list[float]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Of each size, whether keys and values lean the same way in more than half of the heads."""
+    """Return the claim, for each size, that keys and values lean the same way in more than half of the heads."""
     found = []
     for place in places_of(records):
         runs = [run for run in by_arm(records)[arm_at(place, "kv-shift")].values() if not diverged(run)]
@@ -71,7 +71,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="102 of 128 heads (79.7 %)",
                 ours=percent(shares) if shares else "all runs diverged",
                 direction=higher(shares, [0.5] * len(shares)) if shares else "not shown",
-                size="half is expected at the start, where they are independent",
+                note="half is expected at the start, where they are independent",
             )
         )
         if records[0].options["model"].get("size") is None:
@@ -81,7 +81,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Table 5 of each size, then signs and sums by layer, added up or averaged over seeds."""
+    """Return Table 5 for each size with signs and sums by layer: counts are added over seeds, distances averaged."""
     shown, parts = reported(records), []
     for place in places_of(shown):
         runs = [run for run in by_arm(shown)[arm_at(place, "kv-shift")].values() if not diverged(run)]
@@ -100,7 +100,7 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Over training: the share of heads on the diagonal, that of negative coefficients, how far the sums are from 1."""
+    """Plot over training the share of heads on the diagonal, of negative coefficients, and how far sums are from 1."""
     titles = ["Keys and values lean the same way", "Negative coefficients"]
     titles += [f"Distance of ${sign}_1 + {sign}_2$ from 1" for sign in "αβ"]
     labels = ["share of KV heads", "share of coefficients", *["mean over KV heads"] * 2]

@@ -1,4 +1,4 @@
-"""Table 15: multi-head latent attention, with a hard shift and without."""
+"""Table 15: multi-head latent attention with and without a hard shift."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 from kvshift.recipes.language_models import GRIDS

@@ -1,4 +1,4 @@
-"""Table 15: multi-head latent attention, with a hard shift and without."""
+"""Table 15: multi-head latent attention with and without a hard shift."""
 
 from __future__ import annotations
 

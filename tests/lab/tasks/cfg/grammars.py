@@ -1,4 +1,4 @@
-"""Grammars of few sentences, and all that they say written out."""
+"""Grammars with few sentences, and the list of all their sentences."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvshift.lab.tasks import CFGGrammar, cfg
 DRAWN = CFGGrammar(rules=("5 -> 4 3 | 3 4 4", "4 -> 1 2 | 2", "3 -> 1 1 | 4 2"))
 RAGGED = CFGGrammar(rules=("9 -> 6 7 6 | 7 7 | 6 3", "6 -> 1 | 2 3 | 1", "7 -> 6 6 | 3 | 2"))
 TINY = {"drawn": DRAWN, "ragged": RAGGED}
-"""Some sentences have several derivations; the second has rules of one part and levels that mix."""
+"""Some sentences have several derivations. The second grammar has rules of one part, and its levels mix."""
 
 
 def written_out(grammar: CFGGrammar) -> dict[tuple[int, ...], float]:
-    """Each sentence with its probability, from the lines of the grammar."""
+    """Return each sentence with its probability, from the lines of the grammar."""
     lines = (line.split("->") for line in grammar.rules)
     sides = {left.strip(): [side.split() for side in right.split("|")] for left, right in lines}
 
@@ -37,7 +37,7 @@ def written_out(grammar: CFGGrammar) -> dict[tuple[int, ...], float]:
 
 
 def windows(grammar: CFGGrammar, length: int) -> dict[tuple[int, ...], float]:
-    """Each window of the endless stream with its probability: each sentence, each place to begin, all that follows."""
+    """Return each window of the endless stream with its probability, over all sentences, starts and continuations."""
     sentences = {(cfg.BOS, *sentence): chance for sentence, chance in written_out(grammar).items()}
     tokens = sum(len(sentence) * chance for sentence, chance in sentences.items())
     found: dict[tuple[int, ...], float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""The grammar of CFG against its sentences written out one by one."""
+"""The grammars of the CFG task against their sentences, listed one by one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.no_models
 
 
 def neighbours(text: tuple[int, ...], tokens: range) -> set[tuple[int, ...]]:
-    """All texts that one token more, less or other makes of it."""
+    """Return all texts that result from inserting, deleting or changing one token."""
     longer = {(*text[:at], token, *text[at:]) for at in range(len(text) + 1) for token in tokens}
     shorter = {text[:at] + text[at + 1 :] for at in range(len(text))}
     other = {(*text[:at], token, *text[at + 1 :]) for at in range(len(text)) for token in tokens}
@@ -30,9 +30,9 @@ def neighbours(text: tuple[int, ...], tokens: range) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("grammar", TINY.values(), ids=TINY)
 def test_what_is_a_sentence_and_how_probable(grammar: CFGGrammar):
-    """All sentences; of other texts all that are short, and all that are one token from a sentence; BOS included.
+    """Check all sentences, all other short texts, and all texts one token away from a sentence, with BOS included.
 
-    That it parses is one comparison of that probability: of the others every tenth is asked.
+    `parses` only compares the same probability, so it is called for every tenth of the other texts.
     """
     sentences = written_out(grammar)
     tokens = range(grammar.vocab_size)
@@ -70,7 +70,7 @@ def test_sentences_are_drawn_with_their_probabilities(grammar: CFGGrammar):
     found = Counter(tuple(sentence.tolist()) for sentence in grammar.sentences(seeded(0), count))
     assert found.keys() <= sentences.keys()
     expected = {sentence: count * chance for sentence, chance in sentences.items()}
-    by_cell = [(0, 0.0)]  # the rare ones together
+    by_cell = [(0, 0.0)]  # all rare sentences together
     for sentence, times in expected.items():
         if times < 10:
             by_cell[0] = (by_cell[0][0] + found[sentence], by_cell[0][1] + times)
@@ -83,7 +83,7 @@ def test_sentences_are_drawn_with_their_probabilities(grammar: CFGGrammar):
 
 
 def test_the_published_lengths_of_cfg3f():
-    """Mean 249 and 117 ... 459 in a sample; the grammar itself: 249.86, and 64 ... 729 at the utmost."""
+    """A sample has mean 249 and lengths 117 ... 459; the grammar itself has mean 249.86 and lengths 64 ... 729."""
     lengths = CFG3F.lengths
     assert lengths.mean == pytest.approx(249.860, abs=5e-4)
     assert (lengths.shortest, lengths.longest) == (64, 729)
@@ -120,7 +120,7 @@ def test_sentences_parse_and_with_one_token_changed_mostly_do_not(grammar: CFGGr
 @pytest.mark.parametrize("length", [1, 2, 7])
 @pytest.mark.parametrize("grammar", TINY.values(), ids=TINY)
 def test_how_probable_each_token_of_a_window_is(grammar: CFGGrammar, length: int):
-    """Of all texts of that length, those that are no window of a stream included."""
+    """This holds for all texts of that length, including those that are no window of a stream."""
     probable = windows(grammar, length)
     texts = list(itertools.product(range(grammar.vocab_size), repeat=length))
     found = grammar.window_log_probability(torch.tensor(texts))
@@ -129,13 +129,13 @@ def test_how_probable_each_token_of_a_window_is(grammar: CFGGrammar, length: int
     for text, row in zip(texts, found, strict=True):
         assert math.exp(row.sum()) == pytest.approx(probable.get(text, 0), rel=1e-12, abs=0)
     shorter = {text[:-1]: row[:-1] for text, row in zip(texts, found, strict=True)}
-    for text, row in zip(texts, found, strict=True):  # what comes later changes nothing
+    for text, row in zip(texts, found, strict=True):  # later tokens change nothing
         assert torch.equal(row[:-1], shorter[text[:-1]])
     assert length == 1 or (found == -math.inf).any()
 
 
 def test_the_chain_of_a_large_grammar():
-    """Its tokens are those of the law of lengths, its stream's mean sentence too."""
+    """The shares of tokens in its stream are those that the law of lengths gives."""
     chain, lengths = CFG3F.chain, CFG3F.lengths
     np.testing.assert_allclose(chain.following.sum(axis=1), 1, rtol=1e-12)
     np.testing.assert_allclose(chain.stationary @ chain.following, chain.stationary, rtol=0, atol=1e-15)

@@ -22,7 +22,7 @@ FIELDS = ("input_ids", "labels", "slices")
 
 
 def split(tokens: list[int]) -> list[list[int]]:
-    """Of a stream: what stands before the first BOS, between two, and after the last."""
+    """Split a stream into the parts before the first BOS, between two, and after the last."""
     parts: list[list[int]] = [[]]
     for token in tokens:
         parts.append([]) if token == cfg.BOS else parts[-1].append(token)
@@ -49,7 +49,7 @@ def test_sequences_are_windows_of_one_stream_of_sentences(grammar: CFGGrammar, l
 
 @pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 23)), 5])
 def test_a_sequence_begins_anywhere_in_the_stream_and_chance_follows(length: int):
-    """Sequences alone, one in a batch: the law of their first token, and of the labels in each slice."""
+    """In batches of one sequence, the first token and the labels of each slice follow their laws."""
     task = CFGTask(CFGConfig(grammar=DRAWN, length=length, prefix=2))
     rows = 4000
     generator = seeded(4)
@@ -67,14 +67,14 @@ def test_a_sequence_begins_anywhere_in_the_stream_and_chance_follows(length: int
     for index, name in enumerate(task.slice_names):
         counts = labels[slices == index].bincount(minlength=3)
         best = int(counts.argmax())
-        # of a ratio of sums over sequences, which are independent
+        # This is the standard error of a ratio of sums over independent sequences.
         right = ((labels == best) & (slices == index)).sum(dim=1).double()
         residual = right - task.chance[name] * (slices == index).sum(dim=1)
         assert abs(residual.mean()) < 3.5 * residual.std() / rows**0.5
 
 
 def test_chance_of_cut_labels_written_out():
-    """Each sentence with its probability, each place to begin at, each cut label."""
+    """The count is over each sentence with its probability, each start, and each cut label."""
     task = CFGTask(CFGConfig(grammar=RAGGED, length=4, prefix=1))
     weights = Counter()
     for sentence, chance in written_out(RAGGED).items():
@@ -113,7 +113,7 @@ def test_the_judge_wants_one_whole_sentence():
 
 @pytest.mark.parametrize("grammar", [*TINY.values(), CFG3S, CFG3F], ids=[*TINY, "cfg3s", "cfg3f"])
 def test_an_answer_may_be_as_long_as_the_longest_sentence_and_its_end(grammar: CFGGrammar):
-    """And one that is cut off there, from the start or from a prefix, is no sentence."""
+    """An answer that is cut off there is no sentence, whether it continues the start or a prefix."""
     task = CFGTask(CFGConfig(grammar=grammar, prefix=1))
     assert task.max_new_tokens == grammar.lengths.longest + 1
     for question in task.questions(seeded(11), 2):
@@ -131,7 +131,7 @@ def test_the_floor_of_the_loss_by_all_windows(grammar: CFGGrammar):
 
 
 def test_from_the_beginning_of_a_sentence_the_floor_is_what_sentences_say():
-    """Exactly, of a large grammar too: the chain of windows and the chart of sentences are two ways to one number."""
+    """The chain of windows and the chart of sentences give exactly one number, for a large grammar, too."""
     task = CFGTask(CFGConfig(grammar=CFG3S, length=6, prefix=1))
     sentences = CFG3S.sentences(seeded(13), 20)
     bos = torch.tensor([cfg.BOS])
@@ -143,7 +143,7 @@ def test_from_the_beginning_of_a_sentence_the_floor_is_what_sentences_say():
 
 @pytest.mark.parametrize("grammar", TINY.values(), ids=TINY)
 def test_the_floor_falls_to_the_entropy_of_the_stream(grammar: CFGGrammar):
-    """In a long window; in a short one it is higher, for a cut sentence's beginning is not known."""
+    """A long window has this floor; that of a short one is higher, as the beginning of a cut sentence is not known."""
     entropy = -sum(p * math.log(p) for p in written_out(grammar).values()) / (grammar.lengths.mean + 1)
     short, long = (CFGTask(CFGConfig(grammar=grammar, length=length, prefix=1)) for length in (6, 1000))
     assert long.loss_floor(long.batch(seeded(14), 40)) == pytest.approx(entropy, rel=0.02)

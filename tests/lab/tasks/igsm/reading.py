@@ -1,4 +1,4 @@
-"""Problems as the generators draw them, and read back from their texts alone, by other means than the package's own."""
+"""Problems that the generators draw, and readers of their texts that use nothing else of the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvshift.lab.tasks.igsm import igsm, kamino
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.wording import detokenize
 
-# How a quantity follows from others: a formula in python with the names in quotes.
+# Formulas of quantities in Python, with the names of other quantities in quotes.
 Formulas = dict[str, str]
 
 
@@ -26,7 +26,7 @@ DRAW: dict[str, Callable[..., Problem | None]] = {
 
 
 def drawn(generator: str, ops: int, count: int, seed: int | str = 0, **options: Any) -> list[Problem]:
-    """Problems by one of `DRAW`."""
+    """Return problems of one of the generators in `DRAW`."""
     uniform = random.Random(seed).random
     problems = (DRAW[generator](uniform, ops, **options) for _ in count_up())
     return list(islice(filter(None, problems), count))
@@ -41,7 +41,7 @@ def solution_text(problem: Problem) -> str:
 
 
 def kamino_formulas(text: str) -> Formulas:
-    """Of a written problem; a name is "item in each category"."""
+    """Return the formulas of a written problem; a name is "item in each category"."""
     formulas: Formulas = {}
     for name, rule in re.findall(r"The number of ([^.]*? in each \w+) is ([^.]*)\.", text):
         if found := re.fullmatch(r"(\d+)", rule):
@@ -62,7 +62,7 @@ def kamino_formulas(text: str) -> Formulas:
 
 
 def igsm_formulas(text: str, categories: Mapping[str, str]) -> Formulas:
-    """Of a written problem: what is stated, and what is implied by it. `categories` are of all items."""
+    """Return the formulas that a written problem states or implies; `categories` are those of all items."""
     formulas: Formulas = {}
     for name, rule in re.findall(r"The number of each (.*?) equals ([^.]*)\.", text):
         number, _, base = rule.rpartition(" more than ")
@@ -103,7 +103,7 @@ def names_in(formula: str) -> list[str]:
 
 
 def evaluated(formulas: Formulas, modulus: int = 23) -> dict[str, int]:
-    """Every quantity, by the modulus."""
+    """Return the value of every quantity modulo `modulus`."""
     values: dict[str, int] = {}
 
     def value(name: str) -> int:
@@ -122,7 +122,7 @@ def evaluated(formulas: Formulas, modulus: int = 23) -> dict[str, int]:
 
 
 def defined(text: str) -> Iterator[tuple[str, str, int]]:
-    """Name, letter and value of each sentence of a written solution."""
+    """Yield name, letter and value of each sentence of a written solution."""
     for sentence in text.split("\n"):
         found = re.fullmatch(r"Define (.*) as (\w); .*= (\d+)\.", sentence)
         assert found, sentence

@@ -1,4 +1,4 @@
-"""Who is right: every true solution, and no false one; by the paper's rule also some that are half wrong."""
+"""The judges accept every true solution and no false one; the paper's rule also accepts some that are half wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_follows_the_answer_counts_in_neither(generator: str):
 @pytest.mark.parametrize(("modulus", "change"), [(23, 1), (7, 1), (7, 7)])
 @pytest.mark.parametrize("generator", ["kamino", "igsm"])
 def test_a_wrong_number_anywhere_is_caught(generator: str, modulus: int, change: int):
-    """One number at a time is replaced by another, or not reduced: no judge accepts it in the line of the answer."""
+    """One number at a time is replaced or not reduced: "strict" rejects all of these, "paper" only wrong answers."""
     for problem in drawn(generator, 6, 31, modulus=modulus):
         last = asked_line(problem)
         for at, sentence in enumerate(problem.solution[: last + 1]):
@@ -61,12 +61,12 @@ def test_a_wrong_number_anywhere_is_caught(generator: str, modulus: int, change:
 
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_a_wrong_letter_anywhere_is_caught(generator: str):
-    """A letter that stands for something is exchanged for one that stands for nothing."""
+    """Each letter that stands for a quantity is replaced by an unused one."""
     for problem in drawn(generator, 6, 31):
         last = asked_line(problem)
         unused = (
             "Q"
-            if generator == "kamino"  # its own are a ... f
+            if generator == "kamino"  # it uses a ... f
             else next(c for c in "QRSTUVWXYZ" if f" {c} " not in " ".join(problem.solution))
         )
         for at, sentence in enumerate(problem.solution[: last + 1]):
@@ -105,7 +105,7 @@ def test_steps_before_the_answer_must_all_be_steps(generator: str):
 
 @pytest.mark.parametrize("generator", ["kamino", "igsm"])
 def test_a_wrong_definition_with_the_right_value_is_caught(generator: str):
-    """Each line computes what it should, but is said to define another quantity, or copies its value."""
+    """A line computes the right value, but defines another quantity, or copies the value."""
     for problem in drawn(generator, 6, 31):
         last = asked_line(problem)
         names = [sentence.removeprefix("Define ").split(" as ")[0] for sentence in problem.solution]
@@ -125,7 +125,7 @@ def test_a_wrong_definition_with_the_right_value_is_caught(generator: str):
 
 
 def test_two_wrongs_that_give_the_right_value_are_caught():
-    """Operands of another quantity, of the same sum: the answer's value is right, and the definition is not."""
+    """The operands are other quantities with the same sum: the answer's value is right, and the definition is not."""
     names = [f"{item} in each School" for item in ("One High", "Two High", "Three High", "Four High", "Five High")]
     rules = {
         names[4]: kamino.Rule("+", (names[0], names[1]), None),
@@ -147,7 +147,7 @@ def test_two_wrongs_that_give_the_right_value_are_caught():
 
 
 def test_a_letter_used_before_is_caught():
-    """Random letters need no order, but each line a new one."""
+    """Random letters need no order, but each line needs a new one."""
     for problem in drawn("kamino, random letters", 6, 31):
         last = asked_line(problem)
         letters = [sentence.split(" as ")[1][0] for sentence in problem.solution]
@@ -176,7 +176,7 @@ def test_subtraction_has_an_order():
 
 
 def test_igsm_steps_may_be_split_otherwise():
-    """3 (a - b): also as 3 a - 3 b; but not 3 a - b, and not with numbers that letters do not have."""
+    """3 (a - b) may be 3 a - 3 b, but not 3 a - b, and not with numbers that the letters do not have."""
     definitions = {
         "H 's A": Instance((), number=9),
         "H 's B": Instance((), number=4),
@@ -206,7 +206,7 @@ def test_igsm_steps_may_be_split_otherwise():
 
 @pytest.mark.parametrize(("modulus", "judged"), [(5, RIGHT), (7, LENIENT)])
 def test_what_is_the_same_depends_on_the_modulus(modulus: int, judged: dict[str, bool]):
-    """c = p, computed as 6 p: mod 5 that is the same, mod 7 only where p is 0, as here."""
+    """c = p is computed as 6 p, which is the same mod 5, and mod 7 only where p is 0, as here."""
     definitions = {
         "H 's A": Instance((), number=0, modulus=modulus),
         "H 's C": Instance(("H 's A",), modulus=modulus),

@@ -1,4 +1,4 @@
-"""Tokens: the words' closed vocabulary, and tokenizers of transformers."""
+"""Tokens of problems: the closed vocabulary of their words, and tokenizers of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .reading import drawn, problem_text, solution_text
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small byte-level BPE, saved as transformers saves them."""
+    """The folder of a small byte-level BPE, saved by transformers."""
     path = tmp_path_factory.mktemp("bpe")
     texts = (problem_text(problem) + "\n" + solution_text(problem) for problem in problems(300, ops=7))
     train_bpe(texts, 700).save_pretrained(path)
@@ -82,7 +82,7 @@ def test_values_may_take_several_tokens(tmp_path: Path):
 
 
 def test_values_are_whole_where_those_below_the_modulus_are(tmp_path: Path):
-    """Two digits are never merged."""
+    """In the training text, two digits are never adjacent, so they are not merged."""
     train_bpe(iter(["0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6 7 8 9"]), 268).save_pretrained(tmp_path)
     assert make_encoder(str(tmp_path), Layout(), modulus=10).whole_values
     assert not make_encoder(str(tmp_path), Layout(), modulus=11).whole_values
@@ -100,7 +100,7 @@ def test_markers_stand_where_ye_et_al_have_them(kind: str, folder: Path):
 
 
 def test_markers_that_texts_need_are_refused(tmp_path: Path):
-    """Of a text with many merges from the first, tokens 222 and 223 are text."""
+    """In a tokenizer of whole words, the tokens 222 and 223 are text."""
     train_bpe(iter(["Gel Pen"]), 257).save_pretrained(tmp_path / "short")
     make_encoder(str(tmp_path / "short"), Layout(markers=True))
     words = {word: at for at, word in enumerate(["<end>", *VOCABULARY[3:]])}

@@ -1,4 +1,4 @@
-"""Problems after Ye et al.: structure, operations counted again from the text, and implied quantities."""
+"""Problems after Ye et al.: their structure, operations counted from the text, and implied quantities."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def needed(formulas: dict[str, str], name: str) -> set[str]:
 
 
 def operations(formula: str) -> int:
-    """max(1, in-degree - 1): names, and a number."""
+    """Return max(1, in-degree - 1), where the in-degree counts names and a number."""
     return max(1, len(names_in(formula)) + bool(re.match(r"\d", formula)) - 1)
 
 
@@ -77,7 +77,7 @@ def test_every_step_has_one_sign_and_a_new_letter(modulus: int):
                 values[letter] = int(expected[-1])
                 letters.append(letter)
         assert len(set(letters)) == len(letters)
-        assert len(letters) == 15  # an operation is a letter
+        assert len(letters) == 15  # each operation has one letter
 
 
 def test_structures_are_within_their_bounds():
@@ -111,7 +111,7 @@ def test_rules_are_within_their_bounds(modulus: int):
 
 
 def test_an_abstract_quantity_by_hand():
-    """A house with 3 rooms A, each with 5 and 6 pens, and 4 rooms B, each with 7: 3 (5 + 6) + 4 x 7 = 15 mod 23."""
+    """A house has 3 rooms A, each with 5 and 6 pens, and 4 rooms B, each with 7: 3 (5 + 6) + 4 x 7 = 15 mod 23."""
     rooms = Abstract((("H 's A", "A 's Pen"), ("H 's B", "B 's Pen")))
     pens = Abstract((("A 's x",), ("A 's y",)))
     values = {"H 's A": 3, "H 's B": 4, "A 's x": 5, "A 's y": 6, "B 's Pen": 7}
@@ -119,7 +119,7 @@ def test_an_abstract_quantity_by_hand():
     assert rooms.value({**values, "A 's Pen": 11}) == 15
     assert (pens.operations, rooms.operations) == (1, 3)
     assert Abstract(pens.terms, modulus=7).value(values) == 4
-    assert Abstract(rooms.terms, modulus=7).value({**values, "A 's Pen": 4}) == 5  # 12 + 28
+    assert Abstract(rooms.terms, modulus=7).value({**values, "A 's Pen": 4}) == 5  # 12 + 28 mod 7
 
 
 def test_names_never_meet():

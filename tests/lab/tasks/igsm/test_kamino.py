@@ -1,4 +1,4 @@
-"""Problems after kaminocode/iGSM: its published statistics, and texts that say what the graph says."""
+"""Problems after kaminocode/iGSM: its published statistics, and texts that agree with their graphs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_random_letters_are_all_alike_at_every_position():
 
 
 def test_a_solution_by_hand():
-    """Depth first from the first rule, dependencies in their order; numbers after dependencies."""
+    """The order is depth first from the first rule, with dependencies in their order, and numbers after them."""
     names = [f"{item} in each School" for item in ("One High", "Two High", "Three High", "Four High", "Five High")]
     one, two, three, four, five = names
     rules = {
@@ -101,7 +101,7 @@ def test_a_solution_by_hand():
 
 
 def test_a_solution_by_another_modulus_with_random_letters():
-    """4 x 3 = 2 and 2 - 4 = 3, mod 5; letters as drawn."""
+    """4 x 3 = 2 and 2 - 4 = 3, mod 5. The letters are as drawn."""
     names = [f"{item} in each School" for item in ("One High", "Two High", "Three High")]
     one, two, three = names
     rules = {
@@ -130,14 +130,14 @@ def test_items_are_spread_over_the_categories():
 
 
 def test_statistics_of_the_released_law():
-    """experiments: 4 to 12 quantities, 8 on average; 39 % of queries ask for a constant; 2.6 quantities needed."""
+    """The experiments have 4 to 12 quantities, 8 on average, 2.6 of them needed; 39 % of queries ask for a constant."""
     uniform = random.Random(3).random
     problems = [kamino.as_printed(uniform) for _ in range(4000)]
     sizes = [len(problem.values) for problem in problems]
     assert (min(sizes), max(sizes)) == (4, 12)
     assert statistics.mean(sizes) == pytest.approx(8, abs=4 * 1.63 / 4000**0.5)
     constants = statistics.mean(is_constant(problem, problem.asked) for problem in problems)
-    assert constants == pytest.approx(0.39, abs=0.005 + 3 * (0.39 * 0.61 / 4000) ** 0.5)  # printed to two digits
+    assert constants == pytest.approx(0.39, abs=0.005 + 3 * (0.39 * 0.61 / 4000) ** 0.5)  # published with two digits
     sub_graphs = [len(needed(problem)) for problem in problems]
     error = 3 * statistics.stdev(sub_graphs) / 4000**0.5
     assert statistics.mean(sub_graphs) == pytest.approx(2.6, abs=0.05 + error)
@@ -145,7 +145,7 @@ def test_statistics_of_the_released_law():
 
 @pytest.mark.parametrize(("max_operations", "low", "high"), [(12, 0.0, 0.0), (8, 0.34, 0.42), (7, 0.58, 0.66)])
 def test_cut_graphs_fail_in_the_solution(max_operations: int, low: float, high: float):
-    """The pool has up to 12 quantities; cut below, most of those that lose one fail."""
+    """The pool has up to 12 quantities; with fewer operations, most problems that lose one fail."""
     uniform = random.Random(4).random
     failed = 0
     for _ in range(2000):
@@ -170,7 +170,7 @@ def test_numbers_are_below_the_modulus(modulus: int):
 
 
 def test_rules_are_drawn_as_released():
-    """Operations and numbers uniform; the last rule always a constant, the last but one half the time."""
+    """Operations and numbers are uniform; the last rule is always a constant, and the last but one half the time."""
     problems = drawn("kamino", 12, 700, seed=5)
     rules = [r for problem in problems for r in problem.definitions.values() if isinstance(r, kamino.Rule)]
     operations = [rule.operation for rule in rules if rule.dependencies]

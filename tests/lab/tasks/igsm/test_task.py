@@ -1,4 +1,4 @@
-"""Sequences and questions: cut where they should be, never of the same problem, judged as the checker does."""
+"""Sequences and questions: where they are cut, that they never share a problem, and that the checker judges them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def words(ids: Tensor) -> list[str]:
 
 
 def whole(ids: list[int]) -> list[list[int]]:
-    """The problems of a sequence that end in it, without their end tokens."""
+    """Return the problems that end in a sequence, without their end tokens."""
     found: list[list[int]] = [[]]
     for token in ids:
         if token == 0:
@@ -91,7 +91,7 @@ def test_values_are_labelled_so(name: str):
     guess = values.bincount().max() / len(values)
     assert int(values.max()) - VOCABULARY.index("0") == task.config.modulus - 1
     assert task.chance == {"values": 1 / task.config.modulus}
-    assert guess < task.chance["values"] + 0.117  # the most frequent value, of few: 0 where products are frequent
+    assert guess < task.chance["values"] + 0.117  # the most frequent of few values, often 0 from products
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -117,7 +117,7 @@ def test_questions_are_of_exactly_so_many_operations_and_begin_sequences_of_trai
     "options", [{}, {"generator": "igsm"}, {"letters": "random", "modulus": 5}, {"generator": "igsm", "modulus": 5}]
 )
 def test_training_and_questions_never_meet(options: dict[str, Any]):
-    """Of few operations, where they would: keys are apart, the shares 16 and 7 of 23, whatever the modulus."""
+    """With few operations, problems would coincide; keys fall into 16 and 7 of 23 buckets, whatever the modulus."""
     config: dict[str, Any] = {"ops": 5, "test_ops": 5, **options}
     task = IGSMTask(IGSMConfig(**config))
     uniform = random.Random(3).random
@@ -129,7 +129,7 @@ def test_training_and_questions_never_meet(options: dict[str, Any]):
 
 
 def test_share_of_problems_kept_from_training():
-    """Seven buckets of 23, all alike."""
+    """The 23 buckets are equally likely, and seven of them are kept from training."""
     counts = [0] * 23
     uniform = random.Random(4).random
     task = IGSMTask(IGSMConfig())
@@ -142,7 +142,7 @@ def test_share_of_problems_kept_from_training():
 
 
 def test_the_order_of_statements_tells_nothing():
-    """The same statements in another order, or another question on them, are the same problem to the split."""
+    """For the split, statements in another order, or with another question, are the same problem."""
     task = IGSMTask(IGSMConfig())
     problem = task._of_ops(random.Random(5).random, 6)
     assert problem is not None
@@ -183,7 +183,7 @@ def test_letters_that_training_has(letters: Any, seen: str):
 
 
 def test_problems_that_are_too_long_are_left_out():
-    """Of three operations there is hardly one in a hundred tokens, of one and two there are."""
+    """Hardly any problem of three operations is short enough, while problems of one and two are."""
     config = IGSMConfig(ops=3, test_ops=5, length=83)
     rows = IGSMTask(config).batch(seeded(8), 53).input_ids.tolist()
     assert {problem.count(VOCABULARY.index("Define")) for row in rows for problem in whole(row)} == {1, 2}

@@ -1,7 +1,7 @@
-"""CFG: sentences of a context-free grammar, to be continued and to be written.
+"""CFG: predict and generate sentences of a context-free grammar.
 
-Source: Allen-Zhu and Li, "Physics of Language Models: Part 1" (2023); the paper's rebuttal. Two sequences of 16, one
-after the other in the stream, of the grammar
+Source: Allen-Zhu and Li, "Physics of Language Models: Part 1" (2023); the paper's rebuttal. Two sequences of 16 tokens
+that are consecutive in the stream, of the grammar
 
     5 -> 4 3 | 3 4 4
     4 -> 1 2 | 2
@@ -14,8 +14,8 @@ after the other in the stream, of the grammar
     labels       - 1 2 2 0 1 1 1 2 2 0 1 2 1 2 2
     slices       . 1 1 1 1 0 0 0 0 0 0 0 0 0 0 0
 
-0 is BOS, which also ends the sentence before. The first sequence begins in a sentence; its last token begins the one
-that the second sequence continues with: from its first input on, 1 1 2 2 is that sentence.
+0 is BOS, which also ends the previous sentence. The first sequence begins within a sentence. Its last token, 0, begins
+the sentence 1 1 2 2 at the start of the second sequence.
 """
 
 # ruff: noqa: F401

@@ -1,9 +1,9 @@
-"""Context-free grammars with finitely many sentences: drawing, parsing, the law of lengths, and of a window.
+"""Context-free grammars with finitely many sentences: sampling, parsing, exact distributions of lengths and windows.
 
-Source: Allen-Zhu and Li, "Physics of Language Models: Part 1" (2023), whose cfg3f is here.
+Source: Allen-Zhu and Li, "Physics of Language Models: Part 1" (2023), which defines cfg3f.
 
-Shapes: M symbols in a stream, R rules, W longest rule, V tokens, N longest sentence, n of one sentence, S states of the
-chain, B windows of T tokens.
+Shapes: M symbols in a stream, R rules, W parts of the longest rule, V tokens, N tokens in the longest sentence, n in
+one sentence, S states of the chain, B windows of T tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvshift.lab.core.errors import LabError
 if TYPE_CHECKING:  # takes a quarter of a second to import
     from scipy.sparse import csr_array
 
-BOS = 0  # the token before each sentence; no rule writes it
+BOS = 0  # the token before each sentence; no rule produces it
 
 Rule = tuple[int, ...]
 
@@ -36,10 +36,10 @@ _LINE = re.compile(r" *\d+ *->( *\d+)+( *\|( *\d+)+)* *", re.ASCII)
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """The exact law of a grammar's sentences, by position.
+    """The exact distribution of a grammar's sentence lengths and of tokens by position.
 
     Attributes:
-        probability: (N + 1,), of each length.
+        probability: (N + 1,), probability of each length.
         token_at: (V, N), probability that the sentence reaches position q (from 0) and has this token there.
     """
 
@@ -48,30 +48,30 @@ class Lengths:
 
     @property
     def shortest(self) -> int:
-        """Least length of a sentence."""
+        """Length of the shortest sentence."""
         return int(np.flatnonzero(self.probability)[0])
 
     @property
     def longest(self) -> int:
-        """N."""
+        """Length of the longest sentence, N."""
         return len(self.probability) - 1
 
     @property
     def mean(self) -> float:
-        """Expected length."""
+        """Expected length of a sentence."""
         return float(self.probability @ np.arange(len(self.probability)))
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The endless stream of sentences as a Markov chain, exactly.
+    """The endless stream of sentences as an exact Markov chain.
 
-    A state is a token and what is still to be written of its sentence. There are finitely many, as no symbol comes
-    back in what it becomes.
+    A state is a token and the symbols from which the rest of its sentence is derived. There are finitely many states
+    because the grammar is not recursive.
 
     Attributes:
-        token: (S,), of each state.
-        following: (S, S), probability of the state at the next token.
+        token: (S,), token of each state.
+        following: (S, S), transition probabilities from each state (row) to the state at the next token (column).
         stationary: (S,), probability of each state at a uniformly random token of the stream.
     """
 
@@ -82,17 +82,17 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class CFGGrammar:
-    """A grammar as a value, in words that one can read and a JSON file can hold.
+    """A grammar that is readable and can be stored as JSON.
 
         CFGGrammar(rules=("5 -> 4 4 | 4 3 4", "4 -> 1 2 | 2", "3 -> 1 1"))
 
     The first symbol is the root. Symbols without rules are the terminals 1 ... K, and their tokens are the same
-    numbers; token 0 stands before each sentence. Of a symbol's rules each is as likely (one written twice counts
-    twice). No symbol comes back in what it becomes, so there are finitely many sentences.
+    numbers; token 0 precedes each sentence. All rules of a symbol are equally likely (a rule written twice counts
+    twice). The grammar must not be recursive, so that there are finitely many sentences.
     """
 
     rules: tuple[str, ...]
-    """For each symbol what it may become: "symbol -> right side | right side"."""
+    """The rules of each symbol, one line per symbol: "symbol -> right side | right side"."""
 
     def __post_init__(self) -> None:
         rules = self.rules_of
@@ -126,7 +126,7 @@ class CFGGrammar:
 
     @cached_property
     def rules_of(self) -> Mapping[int, tuple[Rule, ...]]:
-        """Right sides by symbol, the root first."""
+        """Right sides of the rules by symbol, the root first."""
         rules: dict[int, tuple[Rule, ...]] = {}
         for line in self.rules:
             if not _LINE.fullmatch(line):
@@ -142,27 +142,27 @@ class CFGGrammar:
 
     @property
     def root(self) -> int:
-        """The symbol that becomes a sentence."""
+        """The start symbol of every sentence."""
         return next(iter(self.rules_of))
 
     @cached_property
     def bottom_up(self) -> tuple[int, ...]:
-        """Symbols that have rules, each after those that its rules name; the root is the last."""
+        """Symbols that have rules, each after the symbols in its right sides; the root is last."""
         parts = {symbol: {part for side in sides for part in side} for symbol, sides in self.rules_of.items()}
         return tuple(symbol for symbol in TopologicalSorter(parts).static_order() if symbol in parts)
 
     @cached_property
     def vocab_size(self) -> int:
-        """V: the terminals and BOS."""
+        """Number of tokens, V: the terminals and BOS."""
         named = {symbol for sides in self.rules_of.values() for side in sides for symbol in side}
         return 1 + len(named - set(self.rules_of))
 
     @cached_property
     def lengths(self) -> Lengths:
-        """The law of lengths and of tokens by position, exactly.
+        """The exact distribution of sentence lengths and of tokens by position.
 
-        p_A(n) = mean over rules A -> B_1 ... B_m of (p_B1 * ... * p_Bm)(n), with * for convolution; a token at
-        position q of A is one at q' of some B_j, where B_1 ... B_{j-1} have q - q' tokens together.
+        p_A(n) = mean over rules A -> B_1 ... B_m of (p_B1 * ... * p_Bm)(n), where * is convolution. The token at
+        position q of A is the token at q' of some B_j, where B_1 ... B_{j-1} together have q - q' tokens.
         """
         probability = {token: np.array([0.0, 1.0]) for token in range(1, self.vocab_size)}
         token_at = {token: np.eye(self.vocab_size)[:, token : token + 1] for token in probability}
@@ -182,9 +182,9 @@ class CFGGrammar:
 
     @cached_property
     def _tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """By symbol, its first rule and how many it has; by rule, its parts and which of them there are.
+        """Arrays of all rules: index of the first rule and number of rules by symbol; parts and their mask by rule.
 
-        A token has one rule, to stay as it is.
+        A token has a single rule, which maps it to itself.
         """
         rules_of = {**{token: ((token,),) for token in range(self.vocab_size)}, **self.rules_of}
         sides = [side for of_symbol in rules_of.values() for side in of_symbol]
@@ -199,12 +199,12 @@ class CFGGrammar:
         return first_rule, rule_count, parts_RW, present_RW
 
     def stream(self, generator: torch.Generator, sentences: int) -> np.ndarray:
-        """`sentences` random sentences one after the other, BOS before each: (M,) int64.
+        """Draw `sentences` random sentences and concatenate them, with BOS before each: (M,) int64.
 
-        All symbols of a stream become what follows them at once, again and again until only tokens are left.
+        All symbols of the stream are expanded at once, repeatedly, until only tokens are left.
         """
         first_rule, rule_count, parts_RW, present_RW = self._tables
-        choices = math.lcm(*rule_count.tolist())  # a multiple of every symbol's rules: each rule is exactly as likely
+        choices = math.lcm(*rule_count.tolist())  # a multiple of each number of rules: all are exactly equally likely
         symbols_M = np.tile([BOS, self.root], sentences)
         while symbols_M.max(initial=0) >= self.vocab_size:
             drawn_M = torch.randint(choices, (len(symbols_M),), generator=generator).numpy()
@@ -213,19 +213,19 @@ class CFGGrammar:
         return symbols_M
 
     def sentences(self, generator: torch.Generator, count: int) -> list[Tensor]:
-        """`count` random sentences, each (n,) int64, without BOS."""
+        """Draw `count` random sentences, each (n,) int64, without BOS."""
         stream = torch.from_numpy(self.stream(generator, count))
         return [sentence[1:] for sentence in stream.tensor_split(torch.nonzero(stream == BOS)[1:, 0])]
 
     def log_probability(self, tokens: Tensor) -> float:
-        """log P(sentence), in nats; -inf for tokens (n,) that are no sentence.
+        """Return log P(sentence), in nats; -inf for tokens (n,) that are not a sentence.
 
-        The inside algorithm. With C_A[i, j] = P(A becomes tokens i ... j - 1), a sum over where the parts of a rule
-        meet is a product of matrices:
+        This is the inside algorithm. With C_A[i, j] = P(A derives tokens i ... j - 1), the sum over all boundaries
+        between the parts of a rule is a product of matrices, computed bottom up, once for each symbol:
 
             C_A = mean over rules A -> B_1 ... B_m of C_B1 @ ... @ C_Bm
 
-        bottom up, once for each symbol. All terms are positive or exactly 0, and none underflows.
+        All terms are positive or exactly 0, and none underflows.
         """
         from scipy.sparse import csr_array  # takes a quarter of a second to import
 
@@ -247,7 +247,7 @@ class CFGGrammar:
     def chain(self) -> Chain:
         """The stream as a Markov chain, by leftmost derivation.
 
-        A state is a token and the symbols still to be rewritten after it, such as (1, 5, 4); BOS has the root after it.
+        A state is a token followed by the symbols still to be expanded, such as (1, 5, 4); the root follows BOS.
         """
         from scipy.sparse import csr_array
 
@@ -273,7 +273,7 @@ class CFGGrammar:
         at = tuple(np.array(list(edges)).T)
         matrix = csr_array((np.array(list(edges.values())), at), shape=(len(numbers), len(numbers)))
 
-        here = np.eye(1, len(numbers))[0]  # where a sentence is, token by token from BOS on, until it has ended
+        here = np.eye(1, len(numbers))[0]  # distribution over states at each token of a sentence, from BOS to its end
         visits = np.zeros_like(here)
         while here.any():
             visits += here
@@ -282,15 +282,15 @@ class CFGGrammar:
         return Chain(np.array([state[0] for state in numbers]), matrix, visits / visits.sum())
 
     def window_log_probability(self, tokens: Tensor) -> Tensor:
-        """log P(token | those before it in its window), in nats: (B, T) float64, of windows (B, T) int64.
+        """Return log P(token | previous tokens in its window), in nats: (B, T) float64, for windows (B, T) int64.
 
-        A window begins at a uniformly random token of the endless stream, and what stands before it is not known. The
-        forward algorithm on the `chain`, with b_t(s) = P(state s at t | tokens before t), from b_0 stationary:
+        A window begins at a uniformly random token of the endless stream, and the tokens before it are unknown. This is
+        the forward algorithm on the `chain`, with b_t(s) = P(state s at t | tokens before t) and b_0 stationary:
 
             P(x_t | x_0 ... x_{t-1}) = sum of b_t(s) over the states s of token x_t
-            b_{t+1} = (b_t, of these states alone, over that sum) @ following
+            b_{t+1} = (b_t restricted to these states, divided by that sum) @ following
 
-        -inf where a window can no more be one of the stream.
+        The result is -inf where a window cannot occur in the stream.
         """
         chain = self.chain
         belief_BS = np.tile(chain.stationary, (len(tokens), 1))
@@ -303,7 +303,7 @@ class CFGGrammar:
         return torch.from_numpy(found_BT).log()
 
     def parses(self, tokens: Tensor) -> bool:
-        """Whether tokens (n,) are a sentence."""
+        """Return True if tokens (n,) are a sentence."""
         lengths = self.lengths
         return lengths.shortest <= len(tokens) <= lengths.longest and self.log_probability(tokens) > -math.inf
 
@@ -341,4 +341,4 @@ CFG3S = CFGGrammar(
         "6 -> 3 2 | 2 2 3 | 1 3",
     )
 )
-"""Ours, of that shape, for laptops and tests: three levels of rules instead of six, sentences of 12 ... 27 tokens."""
+"""A small grammar like CFG3F, for laptops and tests: three levels of rules, not six; sentences of 12 ... 27 tokens."""

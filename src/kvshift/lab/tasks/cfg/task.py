@@ -1,6 +1,6 @@
-"""The task: windows of a stream of sentences to train on, beginnings of sentences to ask for the rest of.
+"""The CFG task: training on windows of a stream of sentences, and questions that ask for the rest of a sentence.
 
-Shapes: B sequences, T positions in a sequence, V tokens, N longest sentence, n of one sentence.
+Shapes: B sequences, T positions in a sequence, V tokens, N tokens in the longest sentence, n in one sentence.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Measure = Literal["from_start", "from_prefix"]
 
 @dataclass(frozen=True, kw_only=True)
 class CFGConfig:
-    """The grammar, the windows and the questions; the defaults are those of Part 1 for cfg3f."""
+    """Options of the grammar, the windows and the questions; the defaults are those of Part 1 for cfg3f."""
 
     grammar: CFGGrammar = CFG3F
-    """The language."""
+    """The grammar of the sentences."""
     length: int = 512
-    """Tokens in a sequence, T."""
+    """Tokens per sequence, T."""
     prefix: int = 50
-    """Tokens of a true sentence that every second question gives; fewer than the shortest sentence has."""
+    """Number of tokens of a true sentence in every second prompt; must be less than the shortest sentence has."""
     temperature: float = 1.0
-    """Of the answers."""
+    """Sampling temperature of the answers; 0 means greedy decoding."""
 
     def __post_init__(self) -> None:
         check_at_least("cfg", self, length=2, prefix=1)
@@ -45,27 +45,26 @@ class CFGConfig:
 
 
 class CFGTask:
-    """Sentences of a grammar, BOS before each: to be continued token by token, and to be written.
+    """Predict and generate sentences of a grammar, with BOS before each sentence.
 
     *Sequences.* The sequences of a batch are consecutive windows of one stream of random sentences, so that a sentence
     cut by the end of one sequence continues in the next. The stream begins at a uniformly random token of an endless
-    one: of any window alone, the first token is BOS with probability 1 / (mean length + 1), and every other position of
-    a sentence is as likely. Every token but the first of a sequence has a label; BOS is also the end of the sentence
-    before it.
+    stream: the first token of a single window is BOS with probability 1 / (mean length + 1), and all other positions of
+    a sentence are equally likely. Every token except the first of a sequence has a label; BOS also ends the previous
+    sentence.
 
-    Slices: "next_token", labels in sentences that begin in the sequence; "cut", those before the first BOS of the
-    sequence, where the model cannot know how the sentence began.
+    Slices: "next_token" contains the labels after the first BOS of the sequence; "cut" contains the labels up to the
+    first BOS, where the model cannot know how the sentence began.
 
-    Chance, for each slice: the guesser always names the token that is most frequent in it. Exact.
+    Chance, for each slice: the guesser always names its most frequent token. The value is exact.
 
-    *Questions*, alternately: "from_start" gives BOS; "from_prefix" BOS and the first `prefix` tokens of a sentence.
-    An answer is right if all together, up to the next BOS, is a sentence. The answer may be as long as the longest
-    sentence and its end; what is cut off there is never right.
+    *Questions* alternate: the prompt of "from_start" is BOS, that of "from_prefix" is BOS and the first `prefix` tokens
+    of a sentence. An answer is right if prompt and answer, up to the next BOS, form a sentence. The answer may be as
+    long as the longest sentence and its BOS; an answer that is cut off there is never right.
 
-    What seeds guarantee: questions of the evaluation split come from random numbers that training never draws. What
-    they do not: that a text is new. BOS alone is the beginning of every sentence, and a prefix is a random draw, as
-    the sentences of the training sequences are. How probable it is that it came there, too, follows from their entropy;
-    see docs/tasks.md.
+    Seeds guarantee that questions of the evaluation split come from random numbers that training never draws, but not
+    that a text is new. Every sentence starts with BOS, and a prefix is drawn like the sentences of the training
+    sequences. Their entropy determines the probability that a prefix also occurred in training; see docs/tasks.md.
     """
 
     slice_names = ("next_token", "cut")
@@ -81,7 +80,7 @@ class CFGTask:
         self.chance: dict[str, float] = dict(zip(self.slice_names, _chances(config), strict=True))
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` sequences; see `Task.batch`."""
+        """Draw the next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         needed = batch_size * self.length
         parts = [self._rest_of_a_sentence(generator)]
@@ -96,7 +95,7 @@ class CFGTask:
         return Batch(input_ids=ids_BT, labels=labels_BT, slices=slices_BT)
 
     def questions(self, generator: torch.Generator, count: int) -> list[Question]:
-        """The next `count` questions: the first from the start, the second from a prefix, and so on."""
+        """Draw the next `count` questions: the first from the start, the second from a prefix, and so on."""
         if count < 1:
             raise ValueError(f"count must be 1 or more, got {count}")
         bos = torch.tensor([BOS])
@@ -108,24 +107,24 @@ class CFGTask:
         return questions
 
     def judge(self, question: Question, answer: Tensor) -> Mapping[str, bool]:
-        """Whether prompt and answer together are a sentence, by the name of the kind of question."""
+        """Return whether prompt and answer together are a sentence, by the name of the kind of question."""
         return {question.truth: self.grammar.parses(torch.cat([question.prompt[1:], answer.cpu()]))}
 
     def loss_floor(self, batch: Batch) -> float:
-        """The least loss that can be expected on these sequences, in nats per label.
+        """Return the lowest loss to be expected on these sequences, in nats per label.
 
-        It is that of a model which knows the grammar, and of each sequence what stands before a label: the mean of
-        -log P(label | tokens before it in its sequence), exactly. The entropy of the stream per token is lower, because
-        it lets a model see how the sentence began that the sequence cuts.
+        This is the loss of a model that knows the grammar and the tokens before each label in its sequence: the exact
+        mean of -log P(label | tokens before it in its sequence). The entropy of the stream per token is lower, because
+        it assumes that the beginning of a cut sentence is known.
         """
         return -float(self.grammar.window_log_probability(batch.input_ids)[:, 1:].mean())
 
     def _rest_of_a_sentence(self, generator: torch.Generator) -> np.ndarray:
-        """A token drawn uniformly from an endless stream, and what follows it up to the end of its sentence.
+        """Draw a uniformly random token of an endless stream; return it and the rest of its sentence.
 
-        A position out of the longest sentence's N + 1 is drawn for each sentence (BOS is position 0). The first
-        sentence that has its position is taken: so the longer ones are taken more often, as a random token is more
-        often theirs.
+        One of N + 1 positions is drawn for each sentence (BOS is position 0), and the first sentence that has its
+        position is returned. Longer sentences are thus returned more often, since more of the stream's tokens are in
+        them.
         """
         positions = self.grammar.lengths.longest + 1
         while True:
@@ -136,15 +135,15 @@ class CFGTask:
 
 
 def _chances(config: CFGConfig) -> tuple[float, float]:
-    """Share of the most frequent token in "next_token" and in "cut".
+    """Return the share of the most frequent token in "next_token" and in "cut".
 
-    Position q of a sentence's n + 2 (q = 0 is BOS, q = n + 1 the BOS after it) is a cut label where the sequence begins
-    at a position in 1 ... q - 1 of the same sentence, at most T - 1 columns before. So, with m the mean length, a
-    sequence has
+    A sentence has n + 2 positions q, from its BOS (q = 0) to the next BOS (q = n + 1). Position q is a cut label if the
+    sequence begins at a position in 1 ... q - 1 of the same sentence, at most T - 1 columns earlier. With mean length
+    m, the expected number of cut labels x in a sequence is
 
         sum_q P(token x at q) min(q - 1, T - 1) / (m + 1)
 
-    cut labels x, and (T - 1) sum_{q >= 1} P(token x at q) / (m + 1) labels x in all.
+    and the expected number of all labels x is (T - 1) sum_{q >= 1} P(token x at q) / (m + 1).
     """
     lengths = config.grammar.lengths
     at_VQ = np.zeros((config.grammar.vocab_size, lengths.longest + 2))

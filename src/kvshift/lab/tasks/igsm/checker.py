@@ -1,4 +1,4 @@
-"""Whether a solution is right: by the paper's rule, and strictly."""
+"""Check whether a solution is right, by the paper's rule and by a stricter one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from kvshift.lab.tasks.igsm.wording import spaced
 
 
 def is_right(problem: Problem, text: str) -> dict[str, bool]:
-    """Judge a text, written or spaced.
+    """Judge the text of a solution, detokenized or spaced, by two measures.
 
-    paper   some step defines what is asked and ends in the right value, whatever stands before or after (the paper's
-            Appendix E.2)
-    strict  and every step up to the first such one is right: it defines a quantity of the problem for the first time,
-            by a new letter; what it depends on was defined; it computes it as the problem says, and without an error
+    paper   a step defines the quantity that the question asks for and ends in the right value, regardless of all other
+            steps (the paper's Appendix E.2)
+    strict  in addition, every step up to the first such step is right: it defines a quantity of the problem for the
+            first time, by a new letter, after its dependencies, and computes it correctly as the problem states
 
-    What a solution says after that counts in neither.
+    The text after that step counts in neither measure.
     """
     found = steps(text)
     answered = next((at for at, step in enumerate(found) if step is not None and _answers(step, problem)), None)
@@ -25,7 +25,10 @@ def is_right(problem: Problem, text: str) -> dict[str, bool]:
 
 
 def steps(text: str) -> list[Step | None]:
-    """The sentences of a solution; None for one that is no step. A last one without a full stop is left out."""
+    """Return the steps of a solution, with None for sentences that are not steps.
+
+    A last sentence without a full stop is ignored.
+    """
     *sentences, _ = spaced(text).replace(" \n ", " ").removeprefix("\n ").split(".")
     return [_step(sentence.strip()) for sentence in sentences]
 
@@ -47,7 +50,7 @@ def _answers(step: Step, problem: Problem) -> bool:
 
 
 def _follows(step: Step | None, problem: Problem, known: Known) -> bool:
-    """Whether a step is right after those before it; if so it is known from here on."""
+    """Return True if a step is right, given the previous steps in `known`; if so, add it to `known`."""
     if step is None or step.name in known.values:
         return False
     definition = problem.definitions.get(step.name)

@@ -1,4 +1,4 @@
-"""Choices made from a source of uniform numbers, which is all the randomness that the generators see."""
+"""Random choices from uniform numbers, the only source of randomness in the generators."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 Uniform = Callable[[], float]
-"""Draws from [0, 1)."""
+"""A function that returns a uniform random number in [0, 1)."""
 
 T = TypeVar("T")
 
 
 def chosen(among: Sequence[T], count: int, uniform: Uniform) -> list[T]:
-    """`count` different ones, in random order."""
+    """Return `count` different elements of `among`, in random order."""
     left = list(among)
     for at in range(count):
         other = at + int(uniform() * (len(left) - at))

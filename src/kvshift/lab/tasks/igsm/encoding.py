@@ -1,7 +1,7 @@
-"""Problems as tokens: with a closed vocabulary of words, or with any tokenizer of transformers.
+"""Encode problems as tokens, with a closed vocabulary of words or with any tokenizer of transformers.
 
-Problem and solution are encoded apart and then joined, so that a question is, token by token, how a sequence of
-training begins.
+Problem and solution are encoded separately and then joined, so that a question has exactly the tokens that come before
+the solution in training.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 WORDS = "words"
-"""Name of the closed vocabulary, which is a part of this package."""
+"""Name of the closed vocabulary, which is part of this package."""
 
-_MARKS = (222, 223)  # before the problem and before the solution (Ye et al.)
+_MARKS = (222, 223)  # tokens before the problem and before the solution (Ye et al.)
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a problem.
+    """The tokens of a problem.
 
     Attributes:
-        prompt: the problem, with what parts it from the solution.
-        solution: with the end token.
-        values: where in the solution the results of computations stand.
+        prompt: the problem, including the separator before the solution.
+        solution: the solution, including the end token.
+        values: indices in `solution` of the results of computations.
     """
 
     prompt: list[int]
@@ -43,13 +43,13 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What stands in which order; see IGSMConfig for the fields."""
+    """Order and separators of the parts of a problem; see IGSMConfig for the fields."""
 
     order: str = "pq"
     markers: bool = False
 
     def prompt(self, problem: Problem) -> str:
-        """The problem in spaced words, to the end of its last line."""
+        """Return the problem in spaced words, including the newline at its end if there are no markers."""
         parts = (" ".join(problem.statements), problem.question)
         if self.order == "qp":
             parts = parts[::-1]
@@ -57,17 +57,17 @@ class Layout:
 
     @property
     def between(self) -> str:
-        """What parts the sentences of a solution."""
+        """Separator between the sentences of a solution."""
         return " " if self.markers else "\n"
 
 
 class Encoder:
-    """Texts to tokens and back.
+    """An encoder of problems as tokens, which also decodes answers.
 
     Attributes:
-        vocab_size: ids are below this.
+        vocab_size: vocabulary size; ids are below it.
         end_token: the last token of every solution.
-        whole_values: whether each value is one token.
+        whole_values: whether each value is a single token.
     """
 
     vocab_size: int
@@ -75,25 +75,27 @@ class Encoder:
     whole_values: bool
 
     def encode(self, problems: Sequence[Problem]) -> list[Encoded]:
-        """Each problem by itself."""
+        """Encode each problem separately."""
         raise NotImplementedError
 
     def decode(self, ids: Tensor) -> str:
-        """A text that `spaced` understands."""
+        """Decode tokens to a text that `spaced` accepts."""
         raise NotImplementedError
 
 
 def make_encoder(tokenizer: str, layout: Layout, modulus: int = MODULUS) -> Encoder:
-    """By name: "words", or a folder or a name on the hub that transformers loads a tokenizer from.
+    """Return an encoder by name.
 
     Args:
+        tokenizer: "words", or a folder or a name on the hub from which transformers loads a tokenizer.
+        layout: order and separators of the parts.
         modulus: values are 0 ... modulus - 1.
     """
     return _Words(layout) if tokenizer == WORDS else _Subwords(tokenizer, layout, modulus)
 
 
 class _Words(Encoder):
-    """One token for each word of `VOCABULARY`."""
+    """An encoder with one token for each word of `VOCABULARY`."""
 
     whole_values = True
 
@@ -127,7 +129,7 @@ class _Words(Encoder):
 
 
 class _Subwords(Encoder):
-    """The tokens of a tokenizer; its end-of-text token ends solutions."""
+    """An encoder that uses a transformers tokenizer; its end-of-text token ends solutions."""
 
     def __init__(self, name: str, layout: Layout, modulus: int) -> None:
         from kvshift.lab.data.tokenizers import load_tokenizer  # takes a second to import
@@ -136,7 +138,7 @@ class _Subwords(Encoder):
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(folder if folder.exists() else name)
         self.layout = layout
         self.vocab_size = len(self.tokenizer)
-        assert isinstance(self.tokenizer.eos_token_id, int)  # load_tokenizer sees to it
+        assert isinstance(self.tokenizer.eos_token_id, int)  # load_tokenizer guarantees it
         self.end_token = self.tokenizer.eos_token_id
         self.begin, self.parting = ([_MARKS[0]], [_MARKS[1]]) if layout.markers else ([], [])
         if layout.markers and not self._leaves_out(_MARKS):
@@ -180,7 +182,7 @@ class _Subwords(Encoder):
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Tokens that overlap a span; both in ascending order."""
+    """Return the indices of the tokens that overlap a span; offsets and spans are in ascending order."""
     found: list[int] = []
     left = iter(spans)
     span = next(left, None)

@@ -1,8 +1,8 @@
-"""Problems after Ye et al., "Physics of language models: part 2.1" (2024), at the real scale of difficulty.
+"""Problems after Ye et al., "Physics of language models: part 2.1" (2024), at their original scale of difficulty.
 
 A structure graph has two to four categories as layers; an item may hold items of the next layer. Each such edge is an
-*instance* quantity, "how many of B does each A hold", which a statement defines. How many items of a whole category an
-item holds is an *abstract* quantity: implied by the structure, never stated, to be derived.
+*instance* quantity, "how many of B does each A hold", which a statement defines. The number of items of a category that
+an item holds is an *abstract* quantity, which is never stated and must be derived from the structure.
 
     The number of each Maple Street High's Drama Room equals 5 more than the sum of each Drama Room's Trail Pack and
     each Map Hall's Sling Bag. [...] How many Backpack does Maple Street High have?
@@ -13,7 +13,7 @@ item holds is an *abstract* quantity: implied by the structure, never stated, to
     Define Drama Room's Backpack as d; so d = q = 7.
     Define Maple Street High's Backpack as k; so k = e * d = 9 * 7 = 17.
 
-The solution defines what is needed and nothing else; all is modulo 23, or a smaller number.
+The solution defines only the quantities that are needed. All values are modulo 23 or a smaller number.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MOST_DEPENDENCIES = 4
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Which items hold which.
+    """A graph that states which items hold which others.
 
     Attributes:
-        categories: of the layers, from the outermost.
-        items: their names, by layer.
-        edges: (layer, item, item of the next layer), by number.
+        categories: categories of the layers, outermost first.
+        items: names of the items, by layer.
+        edges: (layer, item, item of the next layer), as indices.
     """
 
     categories: tuple[Category, ...]
@@ -48,7 +48,7 @@ class Structure:
 
 
 def draw(uniform: Uniform, ops: int, max_edges: int, *, modulus: int = MODULUS) -> Problem | None:
-    """A problem with `ops` operations, or None where the graph that was drawn has no quantity that takes as many."""
+    """Draw a problem with `ops` operations; return None if no quantity of the drawn graph needs as many."""
     structure = draw_structure(uniform, max_edges)
     definitions, stated = _dependencies(structure, uniform, modulus)
     asked = [name for name, count in _operations(definitions).items() if count == ops]
@@ -58,11 +58,11 @@ def draw(uniform: Uniform, ops: int, max_edges: int, *, modulus: int = MODULUS) 
 
 
 def draw_structure(uniform: Uniform, max_edges: int) -> Structure:
-    """Depth d in 2 ... 4, w_0 <= w_1 in 2 ... 4 items a layer, and e edges:
+    """Draw a structure of depth d in 2 ... 4, with w_0 ... w_1 items per layer, 2 <= w_0 <= w_1 <= 4, and e edges:
 
         e = max{ min{ t_0, t_1, (d - 1) w_1^2 }, (d - 1) w_0 },   t_0, t_1 uniform in 1 ... max_edges
 
-    Every item but those of the first layer is held by one at least.
+    Every item except those of the first layer is held by at least one item.
     """
     depth = 2 + int(uniform() * 3)
     narrow, wide = sorted((2 + int(uniform() * 3), 2 + int(uniform() * 3)))
@@ -91,14 +91,14 @@ def draw_structure(uniform: Uniform, max_edges: int) -> Structure:
 
 
 def _widths(uniform: Uniform, depth: int, narrow: int, wide: int, edges: int) -> list[int]:
-    """Items of each layer, such that all edges are possible and each item can be held."""
+    """Draw the number of items in each layer, such that all edges are possible and each item can be held."""
     widths = [narrow] * depth
     growing = uniform()
     while True:
         possible = sum(above * below for above, below in pairwise(widths))
         open_to = [at for at, width in enumerate(widths) if width < wide]
         if possible >= edges:
-            # an item of the first layer needs no edge, each of the others one
+            # every item except those of the first layer needs an edge
             open_to = [at for at in open_to if at == 0 or sum(widths[1:]) < edges]
             if not open_to or uniform() >= growing:
                 return widths
@@ -108,10 +108,10 @@ def _widths(uniform: Uniform, depth: int, narrow: int, wide: int, edges: int) ->
 def _dependencies(
     structure: Structure, uniform: Uniform, modulus: int
 ) -> tuple[dict[str, Instance | Abstract], list[str]]:
-    """A definition of every quantity, each after those it depends on; and the names of those that are stated.
+    """Draw the definitions of all quantities, each after its dependencies; also return the names of all instances.
 
-    Instance quantities come in random order. Each depends on up to four of those that are there by then, all sets of
-    a size being as likely; an abstract quantity is there as soon as all of its parts are.
+    Instance quantities are defined in random order. Each depends on up to four of the quantities defined before it, and
+    all sets of a size are equally likely. An abstract quantity is defined as soon as all of its parts are.
     """
     waiting = _abstract(structure, modulus)
     missing = {name: len(abstract.dependencies) for name, abstract in waiting.items()}
@@ -146,7 +146,7 @@ def _dependencies(
 
 
 def _abstract(structure: Structure, modulus: int) -> dict[str, Abstract]:
-    """Every count of a category in an item of a layer above it that is not empty."""
+    """Return the definitions of all nonempty counts of a category in an item of a higher layer."""
     items, categories = structure.items, structure.categories
     held: dict[tuple[int, int], list[int]] = {}
     for layer, above, below in structure.edges:
@@ -167,9 +167,9 @@ def _abstract(structure: Structure, modulus: int) -> dict[str, Abstract]:
 
 
 def _operations(definitions: Mapping[str, Instance | Abstract]) -> dict[str, int]:
-    """Of every quantity, the operations that it and all that it needs take together."""
-    needs: dict[str, int] = {}  # as the bits of a number, by the order of the definitions
-    cost: dict[int, int] = {}  # those that take so many operations
+    """Return for each quantity the total number of operations that it and all quantities that it needs take."""
+    needs: dict[str, int] = {}  # the needed quantities as a bit mask, in the order of the definitions
+    cost: dict[int, int] = {}  # by number of operations, a bit mask of the quantities that take as many
     for at, (name, definition) in enumerate(definitions.items()):
         needed = 1 << at
         for dependency in definition.dependencies:

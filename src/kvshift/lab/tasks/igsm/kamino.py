@@ -1,7 +1,7 @@
-"""Problems after kaminocode/iGSM, the code that the paper started from.
+"""Problems after kaminocode/iGSM, the code on which the paper's data are based.
 
-Every item drawn is a quantity, "item in each category". One after the other becomes a constant, or a sum, difference or
-product of up to three of those that are still left; so what comes later never depends on what came before.
+Every item drawn is a quantity, "item in each category". Each in turn becomes a constant, or a sum, difference or
+product of up to three of the remaining quantities, so that a later quantity never depends on an earlier one.
 
     The number of Gel Pen in each Stationery is the difference between the number of Trail Pack in each Backpack and the
     sum of Map Hall in each Classroom. [...] How many Gel Pen does Stationery have?
@@ -10,7 +10,7 @@ product of up to three of those that are still left; so what comes later never d
     Define Trail Pack in each Backpack as b; so b = 3 * 4 = 12.
     Define Gel Pen in each Stationery as c; so c = 12 - (4) = 8.
 
-The solution defines every quantity, needed or not, those it depends on first; all is modulo 23, or a smaller number.
+The solution defines every quantity, needed or not, after its dependencies; values are modulo 23 or a smaller number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvshift.lab.tasks.igsm.wording import LETTERS, MODULUS
 
 Letters = Literal["in_order", "random"]
 MAX_OPS: dict[Letters, int] = {"in_order": 26, "random": 40}
-"""Quantities that there are letters for, a ... z in kaminocode/iGSM; and items for, ten in each of four categories."""
+"""Maximum number of quantities: 26 letters a ... z in kaminocode/iGSM, or 40 items, ten in each of four categories."""
 _MOST_DEPENDENCIES = 3
 _CATEGORIES = SYSTEMS[0]
 
@@ -35,12 +35,12 @@ Operation = Literal["constant", "+", "-", "*"]
 
 
 class UndefinedQuantityError(ValueError):
-    """A quantity depends on one that was never defined: the released generator cuts its graph, and then fails."""
+    """Raised when a quantity depends on an undefined one. The released generator cuts its graph and then fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a quantity is: with dependencies d_1 ... d_n and a number c (for n < 2, else there is none)
+    """The definition of a quantity by dependencies d_1 ... d_n and a number c, which exists only for n < 2:
 
     constant    c
     +           d_1 + ... + d_n + c
@@ -56,7 +56,7 @@ class Rule:
     modulus: int = MODULUS
 
     def operands(self, values: Mapping[str, int]) -> list[int]:
-        """Values of the dependencies, then the number."""
+        """Return the values of the dependencies, followed by the number if there is one."""
         operands = [values[name] for name in self.dependencies]
         return operands if self.number is None else [*operands, self.number]
 
@@ -70,8 +70,10 @@ class Rule:
         return sum(operands) % self.modulus
 
     def agrees(self, step: Step, known: Known) -> bool:
-        """`letter = expression = value` (constants: `letter = value`) with the operands' values, in any order but for
-        what is subtracted from."""
+        """Return True for `letter = expression = value` (constants: `letter = value`) with the values of the operands.
+
+        Operands may be in any order, except that the minuend must come first.
+        """
         if len(step.equations) != 1:
             return False
         (letter, *sides), operands = step.equations[0], self.operands(known.values)
@@ -83,7 +85,7 @@ class Rule:
 
 
 def draw(uniform: Uniform, ops: int, *, letters: Letters = "in_order", modulus: int = MODULUS) -> Problem:
-    """A problem with `ops` quantities: items drawn over the four categories, at least one of each where ops >= 4."""
+    """Draw a problem with `ops` quantities: items of the four categories, at least one of each if ops >= 4."""
     return problem_of(_rules(_items(uniform, ops), uniform, ops, modulus), uniform, letters)
 
 
@@ -96,10 +98,12 @@ def as_printed(
     letters: Letters = "in_order",
     modulus: int = MODULUS,
 ) -> Problem:
-    """A problem by the released law: min_items ... max_items items of each category, cut at `max_operations` rules.
+    """Draw a problem like the released code, with min_items ... max_items items of each category.
+
+    The rules after `max_operations` are cut off.
 
     Raises:
-        UndefinedQuantityError: a rule depends on a quantity that the cut has left without one.
+        UndefinedQuantityError: a rule depends on a quantity whose rule was cut off.
     """
     quantities: list[str] = []
     for category in _CATEGORIES:
@@ -109,7 +113,7 @@ def as_printed(
 
 
 def solution_order(rules: Mapping[str, Rule]) -> list[str]:
-    """Every quantity after those that it depends on: depth first, from the first to the last.
+    """Return the quantities with each one after its dependencies, by a depth-first search in the order of the rules.
 
     Raises:
         UndefinedQuantityError: there is no rule for a dependency.
@@ -132,10 +136,12 @@ def solution_order(rules: Mapping[str, Rule]) -> list[str]:
 
 
 def problem_of(rules: Mapping[str, Rule], uniform: Uniform, letters: Letters = "in_order") -> Problem:
-    """The texts for a graph: statements shuffled, and a quantity to ask for; both are drawn.
+    """Return the problem for a graph of rules, with statements in random order and a random quantity to ask for.
 
     Args:
-        letters: of the solution's lines: a, b, c ..., or drawn from a ... z, A ... Z, none twice.
+        rules: rule of each quantity, by name.
+        uniform: draws from [0, 1).
+        letters: letters of the quantities: a, b, c ..., or distinct random letters of a ... z, A ... Z.
     """
     if len(rules) > MAX_OPS[letters]:
         raise ValueError(f"a problem has at most {MAX_OPS[letters]} quantities, got {len(rules)}")
@@ -163,7 +169,7 @@ def problem_of(rules: Mapping[str, Rule], uniform: Uniform, letters: Letters = "
 
 
 def _items(uniform: Uniform, ops: int) -> list[str]:
-    """`ops` quantities: an equal share to begin with, the others wherever there is a free item."""
+    """Draw `ops` quantities: first one per category if there are enough, then others in categories with free items."""
     free = [len(category.items) for category in _CATEGORIES]
     counts = [1 if ops >= len(free) else 0] * len(free)
     while sum(counts) < ops:
@@ -209,7 +215,7 @@ def _statement(name: str, rule: Rule) -> str:
 
 
 def _expression(rule: Rule, values: Mapping[str, int]) -> str:
-    """With what it takes to be followed by a value."""
+    """Return the text between `letter =` and the value: the expression and "=", or nothing for a constant."""
     if rule.operation == "constant":
         return ""
     operands = [str(operand) for operand in rule.operands(values)]
@@ -219,7 +225,7 @@ def _expression(rule: Rule, values: Mapping[str, int]) -> str:
 
 
 def _same_operands(words: tuple[str, ...], operation: Operation, operands: list[int]) -> bool:
-    """Whether an expression is the one that `_expression` writes, but for the order of what is added or multiplied."""
+    """Return True if an expression equals that of `_expression`, except for the order of summands or factors."""
     wanted = [str(operand) for operand in operands]
     if operation == "-":
         head, words, wanted = words[:3], words[3:], wanted

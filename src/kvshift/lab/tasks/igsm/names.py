@@ -1,8 +1,8 @@
-"""Names that the problems are about: systems of four categories, each within the one before, from `names.txt`.
+"""Names in the problems: systems of four categories, each within the previous one, from `names.txt`.
 
-Every item's name has two words or more and no two are the same, so an item tells its category. None holds "as", a
-number or a sign, which the texts need for themselves. The first system has the categories of kaminocode/iGSM (School,
-Classroom, Backpack, Stationery, ten items each); the items are our own words.
+Every item's name has two or more words and is unique, so an item determines its category. No name contains "as", a
+number or a sign, which have a meaning in the texts. The first system has the categories of kaminocode/iGSM (School,
+Classroom, Backpack, Stationery, ten items each), but different items.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Category(NamedTuple):
-    """A level of a system: what its items are called together, and their names."""
+    """A level of a system: the name of the category and the names of its items."""
 
     name: str
     items: tuple[str, ...]

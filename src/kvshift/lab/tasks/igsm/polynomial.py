@@ -1,4 +1,4 @@
-"""Polynomials in named quantities: two ways to write one computation are one polynomial, reduced by the modulus.
+"""Polynomials in named quantities: equivalent computations have the same polynomial when reduced by the modulus.
 
 A polynomial is a dict of integer coefficients by monomial; a monomial is the sorted tuple of its names.
 
@@ -11,17 +11,17 @@ Polynomial = dict[tuple[str, ...], int]
 
 
 def constant(number: int) -> Polynomial:
-    """A number."""
+    """Return a number as a polynomial."""
     return {(): number}
 
 
 def quantity(name: str) -> Polynomial:
-    """A quantity by itself."""
+    """Return a single quantity as a polynomial."""
     return {(name,): 1}
 
 
 def combined(one: Polynomial, sign: str, other: Polynomial) -> Polynomial:
-    """Their sum, difference or product, by the sign: +, - or *."""
+    """Return the sum, difference or product of two polynomials, for the sign +, - or *."""
     if sign == "*":
         product: Polynomial = {}
         for left, a in one.items():
@@ -38,5 +38,5 @@ def combined(one: Polynomial, sign: str, other: Polynomial) -> Polynomial:
 
 
 def reduced(polynomial: Polynomial, modulus: int) -> Polynomial:
-    """With coefficients 1 ... modulus - 1."""
+    """Reduce the coefficients by the modulus, and drop those that are 0."""
     return {names: number % modulus for names, number in polynomial.items() if number % modulus}

@@ -1,4 +1,4 @@
-"""A problem with its solution, as a generator makes it, and the steps that a solution is read as."""
+"""A generated problem with its solution, and the steps of a parsed solution."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Step:
     """A sentence of a solution: "Define NAME as LETTER ; X = E = F = 3 ; so LETTER = G = 5 ."
 
     Attributes:
-        name: what is defined, in spaced words.
-        letter: that stands for it from here on.
-        equations: what stands between the semicolons, without "so": words between the signs =.
+        name: name of the defined quantity, in spaced words.
+        letter: letter that denotes the quantity in later sentences.
+        equations: parts between the semicolons, without "so"; each is a tuple of sides, and each side a tuple of words.
     """
 
     name: str
@@ -27,48 +27,48 @@ class Step:
 
     @property
     def result(self) -> str:
-        """The words after the last sign =, which are to be the value."""
+        """The words after the last "=", which should be the value."""
         return " ".join(self.equations[-1][-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a solution has defined so far: names to values, and letters to names (or to None, for auxiliary ones)."""
+    """Definitions of a solution so far: values by name, and names by letter (None for auxiliary letters)."""
 
     values: dict[str, int]
     letters: dict[str, str | None]
 
 
 class Definition(Protocol):
-    """How a quantity follows from others."""
+    """The definition of a quantity by others."""
 
     @property
     def dependencies(self) -> tuple[str, ...]:
-        """Names of the quantities that must be known."""
+        """Names of the quantities on which this one depends."""
         ...
 
     def value(self, values: Mapping[str, int]) -> int:
-        """From the values of the dependencies; 0 ... modulus - 1."""
+        """Return the value of the quantity, 0 ... modulus - 1, from the values of the dependencies."""
         ...
 
     def agrees(self, step: Step, known: Known) -> bool:
-        """Whether the equations of a step compute this, from what is known, without an error."""
+        """Return True if the equations of a step correctly compute this quantity from the known ones."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem in spaced words (see text.py).
+    """A problem in spaced words (see wording.py).
 
     Attributes:
-        statements: sentences, in the order in which they stand.
-        question: the last sentence of the problem.
-        solution: sentences; the value is the last word before the full stop.
-        computed: for each of these, whether the value is the result of a computation, and not copied.
+        statements: sentences of the problem, in order.
+        question: question of the problem.
+        solution: sentences of the solution; in each, the value is the last word before the full stop.
+        computed: for each sentence of the solution, whether its value is the result of a computation, not a copy.
         asked: name of the quantity that the question asks for.
-        values: of every quantity that the problem fixes, by name.
-        definitions: of the same.
-        key: problems with one key never part: all may be in training, or all may be asked.
+        values: value of every quantity of the problem, by name.
+        definitions: definition of every quantity of the problem, by name.
+        key: key of the split; problems with the same key are all for training or all for questions.
     """
 
     statements: tuple[str, ...]
@@ -82,10 +82,10 @@ class Problem:
 
     @property
     def answer(self) -> int:
-        """Value of what is asked."""
+        """Value of the quantity that the question asks for."""
         return self.values[self.asked]
 
 
 def bucket_of(key: str) -> int:
-    """hash(key) mod 23, the same everywhere: 0 ... 15 may occur in training, 16 ... 22 may be asked."""
+    """Return hash(key) mod 23, identical on all platforms: 0 ... 15 are for training, 16 ... 22 for questions."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % HASH_BUCKETS

@@ -1,4 +1,4 @@
-"""How the quantities of a problem follow from each other (see igsm.py), and whether a step computes one."""
+"""Definitions of the quantities of a problem (see igsm.py), and a check whether a step computes one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvshift.lab.tasks.igsm.wording import MODULUS
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What a statement says: of the dependencies d_1 ... d_n a base, and a number r with it, or alone, or absent
+    """A quantity that is defined by a statement: a base of the dependencies d_1 ... d_n, a number r, or both
 
     base      d_1,  d_1 + ... + d_n,  or (minus, n = 2) d_1 - d_2
     quantity  base,  r + base,  or (times) r base;  r alone where there are no dependencies
@@ -29,7 +29,7 @@ class Instance:
 
     @property
     def operations(self) -> int:
-        """max(1, in-degree - 1), the number counted."""
+        """Number of operations: max(1, in-degree - 1), where the number r counts as a dependency."""
         return max(1, len(self.dependencies) + (self.number is not None) - 1)
 
     def value(self, values: Mapping[str, int]) -> int:
@@ -52,9 +52,9 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Abstract:
-    """The sum of products that counts a category in an item: of the items it holds, times what each of them holds.
+    """The count of a category in an item, modulo `modulus`: a sum of products over the items of the next layer in it.
 
-    All modulo `modulus`.
+    Each term is the count of such an item, multiplied by the count of the category in it unless it is of that category.
     """
 
     terms: tuple[tuple[str, ...], ...]
@@ -62,12 +62,12 @@ class Abstract:
 
     @property
     def dependencies(self) -> tuple[str, ...]:
-        """All names in the terms."""
+        """Names of all quantities in the terms."""
         return tuple(name for term in self.terms for name in term)
 
     @property
     def operations(self) -> int:
-        """max(1, in-degree - 1)."""
+        """Number of operations: max(1, in-degree - 1)."""
         return max(1, len(self.dependencies) - 1)
 
     def value(self, values: Mapping[str, int]) -> int:
@@ -86,10 +86,11 @@ class Abstract:
 
 
 def _agrees(step: Step, known: Known, wanted: Polynomial, modulus: int) -> bool:
-    """Whether a step computes `wanted`, in whatever order and with whatever auxiliary letters.
+    """Return True if a step computes `wanted`, in any order and with any auxiliary letters.
 
-    Each equation must read `X = expression [= the same in numbers] = value`: an expression is one letter or number, or
-    two with a sign between; the second part stands where there are two and one of them is a letter.
+    Each equation must have the form `X = expression [= the same in numbers] = value`. An expression is one letter or
+    number, or two with a sign between them. The part in numbers is required for two operands of which at least one is a
+    letter, and not allowed otherwise. A number that is itself the value is not repeated.
     """
     found: dict[str, tuple[Polynomial, int]] = {}
 

@@ -1,7 +1,7 @@
-"""Grade-school problems with their solutions, for the paper's Table 4.
+"""Grade-school math problems with solutions, for the paper's Table 4.
 
 Source: the paper's Appendix E.2; Ye et al., "Physics of language models: part 2.1" (2024); kaminocode/iGSM. A sequence
-with the tokenizer "words" holds problem after problem, and is cut off at its length (| ends a line):
+contains one problem after another and is cut off at its length. With the tokenizer "words" (| ends a line):
 
     input_ids    The number of Gel Pen in each Stationery is 6 more than the number of Trail Pack in each Backpack .
     slices       .   .      .  .   .   .  .    .          .  . .    .    .   .      .  .     .    .  .    .        .
@@ -14,7 +14,7 @@ with the tokenizer "words" holds problem after problem, and is cut off at its le
     input_ids    Define Gel Pen in each Stationery as b ; so b = 9 + 6 = 15 . <end>
     slices       s      s   s   s  s    s          s  s s s  s s s s s s v  s s      v values, s solution
 
-labels are input_ids, from the second on.
+The labels are the input_ids, from the second one on.
 
 Shapes: B sequences, T positions in a sequence.
 """
@@ -42,55 +42,57 @@ from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size, ch
 from kvshift.lab.tasks.questions import Question
 
 _SOLUTION, _VALUES = 0, 1
-_MOST_IGSM_OPS = 52  # each takes a letter
+_MOST_IGSM_OPS = 52  # each operation uses up a letter
 _TRIES = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class IGSMConfig:
-    """Sequences of problems; the defaults are those of Tr12-Te15 in Table 4, but for the tokenizer."""
+    """Options of the problems and sequences; the defaults are Tr12-Te15 of Table 4, except for the tokenizer."""
 
     generator: Literal["kamino", "igsm"] = "kamino"
-    """kamino: after kaminocode/iGSM, which the paper used; an operation is a line of the solution. igsm: after Ye et
-    al., with operations as they count them."""
+    """kamino: problems after kaminocode/iGSM, which the paper used; each line of the solution is an operation. igsm:
+    problems after Ye et al., with their count of operations."""
     ops: int = 12
-    """Most operations of a problem in training."""
+    """Maximum number of operations of a training problem."""
     test_ops: int = 15
-    """Operations of the questions, exactly."""
+    """Exact number of operations of each question."""
     ops_law: Literal["uniform", "smaller_of_two", "of_the_generator"] = "of_the_generator"
-    """Operations in training: uniform in 1 ... ops, or the smaller of two such numbers; of_the_generator: uniform for
-    kamino, smaller_of_two for igsm."""
+    """Distribution of operations in training. uniform: uniform in 1 ... ops. smaller_of_two: the smaller of two such
+    numbers. of_the_generator: uniform for kamino, smaller_of_two for igsm."""
     length: int = 1024
-    """Tokens in a sequence, T; problems that take more are left out of training."""
+    """Tokens per sequence, T; longer problems are excluded from training."""
     tokenizer: str = WORDS
-    """words: one token for each word that the problems hold. Else a folder or a name on the hub, such as gpt2."""
+    """words: one token for each word in the problems. Otherwise a folder or a name on the hub, such as gpt2."""
     loss: Literal["all", "solutions"] = "all"
-    """Labels: every token, or only those of solutions."""
+    """Labels: all tokens, or only those of solutions."""
     order: Literal["pq", "qp"] = "pq"
-    """The statements first and then the question, or the question first."""
+    """pq: the statements come first, then the question. qp: the question comes first."""
     markers: bool = False
-    """Ye et al.'s form: token 222, problem, 223, solution, end token, and no newlines. (The vocabulary of words has
-    two tokens of its own for this.) No: statements, question and each sentence of the solution on lines of their own,
-    and the end token."""
+    """Yes: the format of Ye et al., i.e. token 222, problem, token 223, solution, end token, without newlines. (The
+    vocabulary "words" has two separate tokens for this.) No: the statements, the question and each sentence of the
+    solution on a line of their own, then the end token."""
     modulus: int = MODULUS
-    """Values are 0 ... modulus - 1; 2 ... 23. The tokenizer "words" has the numbers to 22 in any case."""
+    """Values are 0 ... modulus - 1, with a modulus of 2 ... 23. The tokenizer "words" always has the numbers to 22."""
     letters: Literal["in_order", "random"] = "in_order"
-    """kamino only. in_order: solutions name quantities a, b, c ..., as in the released code; what is asked past `ops`
-    needs letters that never occur in training. random: letters are drawn from a ... z, A ... Z, as igsm always does."""
+    """kamino only. in_order: solutions name quantities a, b, c ..., as in the released code; questions with more than
+    `ops` operations need letters that never occur in training. random: letters are drawn from a ... z, A ... Z, as
+    always with igsm."""
     max_edges: int = 20
-    """igsm only: most instance quantities of a structure; Ye et al.: 20 with at most 15 operations, 28 with 21."""
+    """igsm only: maximum number of instance quantities in a structure, unless its layers need more. Ye et al. use 20
+    with at most 15 operations and 28 with 21."""
     as_printed: bool = False
-    """kamino only: the law of the released code, without a say in the number of operations (`ops` counts for nothing).
-    It has 1 to max_items items of each category, and after `max_operations` rules the rest is cut off; problems whose
-    solution the cut makes impossible are drawn again."""
+    """kamino only: use the distribution of the released code, which does not control the number of operations, so that
+    `ops` is ignored. There are 1 to max_items items of each category, and all rules after `max_operations` are cut off.
+    Problems that the cut makes unsolvable are drawn again."""
     max_items: int = 3
-    """as_printed only."""
+    """With as_printed only: maximum number of items of each category."""
     max_operations: int = 15
-    """as_printed only."""
+    """With as_printed only: maximum number of rules."""
     temperature: float = 0.0
-    """Of the answers; 0: always the likeliest token."""
+    """Sampling temperature of the answers; 0 means greedy decoding."""
     max_new_tokens: int | None = None
-    """An answer is cut off here; None: as many as `length`."""
+    """Maximum number of tokens in an answer, which is cut off there; None: equal to `length`."""
 
     def __post_init__(self) -> None:
         check_choices("igsm", self)
@@ -118,22 +120,22 @@ class IGSMConfig:
 
 
 class IGSMTask:
-    """Sequences of problems with solutions, and questions of exactly `test_ops` operations.
+    """Solve problems: sequences of problems with solutions, and questions of exactly `test_ops` operations.
 
-    Problems are parted by a hash of their key, modulo 23: 0 ... 15 may occur in training, 16 ... 22 may be asked. The
-    key of kamino is the sorted statements, that of igsm the sketch of the solution: which steps combine which, by what
-    sign, without names and numbers. So no question occurs in training, whatever `ops` and `test_ops`. Of few igsm
-    operations there are few sketches: 1 of one operation, kept for questions, and 3 of two. Where a problem falls on
-    the wrong side, its number of operations is drawn again as well.
+    Problems are split by a hash of their key, modulo 23: 0 ... 15 are for training, 16 ... 22 are for questions. The
+    key of a kamino problem is its sorted statements. The key of an igsm problem is the sketch of its solution: which
+    steps are combined by which sign, without names and numbers. Thus no question occurs in training for any `ops` and
+    `test_ops`. There are few igsm sketches with few operations: 1 with one operation, which is for questions, and 3
+    with two. If a drawn problem belongs to the other split, its number of operations is drawn again, too.
 
-    A question's prompt is its statements and question; `judge` is `checker.is_right`.
+    The prompt of a question contains the statements and the question. `judge` calls `checker.is_right`.
 
-    Slices: "values" are the results of computations in the solutions, "solution" the other tokens of solutions, the
-    end token with them. They are counted in new sequences of the training kind, where what precedes a token is
-    always right, which it is not when a model answers by itself.
+    Slices: "values" contains the results of computations in solutions; "solution" contains the other tokens of
+    solutions, including the end token. They are measured on new sequences like those of training, in which the tokens
+    before a label are always correct, unlike the tokens that a model generates.
 
-    Chance, for values: the guesser names any of the values, 1 / modulus. There is none where the tokenizer writes some
-    value in several tokens.
+    Chance, for values: the guesser names a random value, 1 / modulus. It is not defined if the tokenizer splits some
+    value into several tokens.
     """
 
     slice_names = ("solution", "values")
@@ -149,7 +151,7 @@ class IGSMTask:
         self.chance = {"values": 1 / config.modulus} if self.encoder.whole_values else {}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` sequences; see `Task.batch`."""
+        """Draw the next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         uniform, length = _uniform(generator), self.length
         ids_BT = np.empty((batch_size, length), np.int64)
@@ -172,7 +174,7 @@ class IGSMTask:
         return Batch(*(torch.from_numpy(array) for array in (ids_BT, labels_BT, slices_BT)))
 
     def questions(self, generator: torch.Generator, count: int) -> list[Question]:
-        """The next `count` questions; see `QuestionTask.questions`."""
+        """Draw the next `count` questions; see `QuestionTask.questions`."""
         if count < 1:
             raise ValueError(f"count must be 1 or more, got {count}")
         uniform = _uniform(generator)
@@ -185,10 +187,11 @@ class IGSMTask:
         return is_right(question.truth, self.encoder.decode(answer))
 
     def draw(self, uniform: Uniform, *, training: bool) -> Problem:
-        """A problem of training, or one to ask.
+        """Draw a problem.
 
         Args:
             uniform: draws from [0, 1).
+            training: whether the problem is for training or for a question.
         """
         config = self.config
         ops = self._ops(uniform) if training else config.test_ops
@@ -206,7 +209,7 @@ class IGSMTask:
         )
 
     def _of_ops(self, uniform: Uniform, ops: int) -> Problem | None:
-        """A problem of so many operations, or None where the graph that was drawn cannot be one."""
+        """Draw a problem of `ops` operations; return None if the drawn graph does not give one."""
         config = self.config
         if config.generator == "kamino":
             return kamino.draw(uniform, ops, letters=config.letters, modulus=config.modulus)
@@ -234,7 +237,7 @@ class IGSMTask:
         return min(ops, 1 + int(uniform() * config.ops)) if two else ops
 
     def _encoded(self, uniform: Uniform, rows: int) -> Iterator[Encoded]:
-        """Training problems that fit into a sequence; a tokenizer encodes as many at once as there are sequences."""
+        """Yield training problems that fit into a sequence; subword tokenizers encode `rows` problems at a time."""
         at_once = 1 if self.config.tokenizer == WORDS else rows
         too_long = 0
         while True:
@@ -252,5 +255,5 @@ class IGSMTask:
 
 
 def _uniform(generator: torch.Generator) -> Uniform:
-    """Numbers in [0, 1), which python's own generator makes one at a time twenty times as fast as torch's."""
+    """Return a source of numbers in [0, 1). Python's generator makes single numbers 20 times as fast as torch's."""
     return random.Random(int(torch.randint(2**62, (1,), generator=generator))).random

@@ -1,6 +1,6 @@
-"""Texts as words: how sentences are written, and taken apart again.
+"""The words of the texts: convert between spaced words and ordinary writing.
 
-Inside the generators a text is its words with one space between any two, signs counting as words:
+Inside the generators, a text consists of words and signs separated by single spaces:
 
     spaced       Define Gel Pen in each Stationery as b ; so b = 9 - ( 4 + 3 ) = 2 .
     detokenized  Define Gel Pen in each Stationery as b; so b = 9 - (4 + 3) = 2.
@@ -14,7 +14,7 @@ import string
 from kvshift.lab.tasks.igsm.names import SYSTEMS
 
 MODULUS = 23
-"""The value in the paper, and the largest: the vocabulary has the numbers below it."""
+"""The modulus in the paper, which is also the largest one allowed: the vocabulary has the numbers below it."""
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 
 _WORD = re.compile(r"\n|'s|[A-Za-z]+|[0-9]+|[^\sA-Za-z0-9]")
@@ -26,23 +26,23 @@ _PHRASES = (
 
 
 def detokenize(words: str) -> str:
-    """A spaced text as one would write it."""
+    """Return a spaced text in ordinary writing."""
     for sign in (".", ",", ";", "?", ")", "'s"):
         words = words.replace(" " + sign, sign)
     return words.replace("( ", "(").replace(" \n ", "\n").replace(" \n", "\n")
 
 
 def spaced(text: str) -> str:
-    """A text, detokenized or not, as words with one space between any two."""
+    """Return a text, detokenized or spaced, as words separated by single spaces."""
     return " ".join(_WORD.findall(text))
 
 
 def _vocabulary() -> tuple[str, ...]:
-    """Marks, signs, the numbers 0 ... 22, letters, then the other words in the order of the alphabet."""
+    """Return the marks, the signs, the numbers 0 ... 22 and the letters, then all other words in alphabetical order."""
     names = " ".join(f"{category.name} {' '.join(category.items)}" for system in SYSTEMS for category in system)
     words = sorted(set(" ".join((names, *_PHRASES)).split()))
     return ("<end>", "<problem>", "<solution>", *_SIGNS, *map(str, range(MODULUS)), *LETTERS, *words)
 
 
 VOCABULARY = _vocabulary()
-"""What the tokenizer "words" knows: every word that a problem, its question or its solution can hold."""
+"""Vocabulary of the tokenizer "words": every word that can occur in a problem, its question or its solution."""

@@ -1,4 +1,4 @@
-"""The sentences of a problem of igsm.py and of its solution, from the definitions of its quantities."""
+"""Write the sentences of an igsm.py problem and its solution from the definitions of its quantities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvshift.lab.tasks.igsm.wording import LETTERS
 
 
 def statement(name: str, instance: Instance) -> str:
-    """The sentence that says what a quantity is."""
+    """Return the sentence that defines a quantity."""
     each = [f"each {dependency}" for dependency in instance.dependencies]
     if not each:
         return f"The number of each {name} equals {instance.number} ."
@@ -26,9 +26,9 @@ def statement(name: str, instance: Instance) -> str:
 
 @dataclass(slots=True)
 class Writing:
-    """A solution as it is written: letters are drawn as they are needed, none twice.
+    """A solution under construction. Letters are drawn when they are needed, each at most once.
 
-    The sketch is what is left of it without names and numbers: which step combines which, by what sign.
+    The sketch is the solution without names and numbers: which steps are combined by which sign.
     """
 
     values: Mapping[str, int]
@@ -39,11 +39,11 @@ class Writing:
     sketch: list[str] = field(default_factory=list)
     _letters: list[str] = field(default_factory=lambda: list(LETTERS))
     _letter_of: dict[str, str] = field(default_factory=dict)
-    _value_of: dict[str, int] = field(default_factory=dict)  # of letters, and of numbers as they are written
+    _value_of: dict[str, int] = field(default_factory=dict)  # by letter or written number
     _mark_of: dict[str, str] = field(default_factory=dict)
 
     def define(self, name: str, definition: Instance | Abstract) -> None:
-        """Write the sentence that defines a quantity, all that it depends on being defined."""
+        """Append the sentence that defines a quantity; its dependencies must have been defined."""
         letter = self._new_letter()
         equations: list[str] = []
         count = self._count(definition)
@@ -85,7 +85,7 @@ class Writing:
         self.sentences.append(f"Define {name} as {letter} ; {' ; '.join(equations)} .")
 
     def _count(self, definition: Instance | Abstract) -> int:
-        """Signs that the sentence will hold."""
+        """Return the number of operation signs in the sentence of a definition."""
         if isinstance(definition, Abstract):
             return len(definition.dependencies) - 1
         return len(definition.dependencies) + (definition.number is not None) - 1
