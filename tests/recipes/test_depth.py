@@ -161,7 +161,7 @@ def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
     assert job.arm.label == "vanilla, 1 layer"
     found = ran(job, tmp_path / "run")
-    with pytest.raises(LabError, match="holds a run with other options"):
+    with pytest.raises(LabError, match="contains a run with other options"):
         job.at_rate(0.5).is_finished(tmp_path / "run")
     assert found.curve["step"] == [2, 4]
     assert "eval_losses_per_row" not in found.result

@@ -178,7 +178,7 @@ def test_the_table_has_a_line_for_each_part():
 def test_a_record_says_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     job = RECIPE.jobs("laptop", [0])[0]
     assert isinstance(job, RetrofitJob)
-    with pytest.raises(LabError, match="has been trained, and not been measured"):
+    with pytest.raises(LabError, match=r"contains a finished run, but no measured\.json"):
         job.record(tmp_path)
     (tmp_path / "measured.json").write_text('{"induction": 0.5}')
     found = []

@@ -143,7 +143,7 @@ def test_a_run_that_has_not_ended_is_served_with_its_tokenizer(
     expected = ["serve", str(checkpoint), f"--tokenizer={run / 'tokenizer'}", f"--served-model-name={run}"]
     assert served(str(run), "--port=1")[0] == [*expected, "--port=1"]
     said = capsys.readouterr().err
-    assert said.startswith(f"kvshift serve: {run} has no final model yet: taking checkpoint-20\n")
+    assert said.startswith(f"kvshift serve: {run} has no final model yet: using checkpoint-20\n")
     assert said.endswith("--port=1\n")
 
 

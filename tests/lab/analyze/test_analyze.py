@@ -218,7 +218,7 @@ def test_a_run_that_has_not_ended_stands_for_its_checkpoint(
     (checkpoint,) = task_run.glob("checkpoint-*")
     (run / checkpoint.name).symlink_to(checkpoint)
     analyze(AnalyzeConfig(run=run, rows=1, device="cpu"))
-    said = f"kvshift analyze: {run} has no final model yet: taking {checkpoint.name}\n"
+    said = f"kvshift analyze: {run} has no final model yet: using {checkpoint.name}\n"
     assert capsys.readouterr().err.count(said) == 1
 
 

@@ -74,6 +74,6 @@ def test_a_model_that_computes_what_is_not_finite_is_said_so(options: dict[str, 
     model = load_weights(saved, device="cpu")
     model.get_output_embeddings().weight.data.fill_(3e38)
     model.save_pretrained(saved)
-    with pytest.raises(RunFailedError, match="itself computes logits that are not finite"):
+    with pytest.raises(RunFailedError, match=r"the logits of .* are not finite"):
         export(ExportOptions(model=str(saved), out=tmp_path / "out", **options))
     assert [*tmp_path.iterdir()] == [saved]
