@@ -123,7 +123,7 @@ def test_planning_and_listing_the_recipes_need_no_torch(arguments, function, imp
 
 def test_bad_paths_and_options_are_said_before_torch_is_imported(tmp_path):
     """Importing torch takes seconds."""
-    no_format, nowhere = "notes.xyz is of no known format", "is neither a bundled corpus"
+    no_format, nowhere = "notes.xyz is not in a supported format", "is neither a bundled corpus"
     not_empty = "out must be a new or empty folder"
     said = {
         "train --out {0}/new --data.corpus {0}/notes.xyz": f"corpus: .*{no_format}",

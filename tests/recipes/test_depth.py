@@ -145,14 +145,14 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
     assert with_available_text(asked) == asked
 
 
-@pytest.mark.parametrize(("given", "said"), [(None, "not set"), ("", "not set"), ("here", "'.*here', which has none")])
+@pytest.mark.parametrize(("given", "said"), [(None, "not set"), ("", "not set"), ("here", "'.*here', which does not")])
 def test_a_text_that_is_not_there_is_asked_for(
     given: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv(SHARED, raising=False)
     if given is not None:
         monkeypatch.setenv(SHARED, given and str(tmp_path / given))
-    with pytest.raises(LabError, match=rf"{SHARED} must name the folder that holds wiki2014-en/train.*it is {said}"):
+    with pytest.raises(LabError, match=rf"{SHARED} must name the folder that contains wiki2014-en/train.*it is {said}"):
         RECIPE.jobs("laptop", [0])[0].run(tmp_path / "out")
 
 

@@ -202,7 +202,7 @@ def test_without_the_model_or_the_text_nothing_is_begun(tmp_path: Path, monkeypa
         (texts / text).parent.mkdir(parents=True, exist_ok=True)
         (texts / text).touch()
     for folder, message in (
-        ("", "the environment variable KVSHIFT_SHARED_DATA must name the folder that holds wiki2014-en/train-00"),
+        ("", "the environment variable KVSHIFT_SHARED_DATA must name the folder that contains wiki2014-en/train-00"),
         (str(texts), "smollm2-135m-instruct: `make smollm` downloads and converts it"),
     ):
         monkeypatch.setenv(SHARED, folder)

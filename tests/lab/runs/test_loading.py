@@ -202,7 +202,7 @@ def test_a_tokenizer_of_another_model(model_folder: Path, tmp_path: Path) -> Non
         ("runs/a/b", r"there is no folder runs/a/b"),
         (
             "nobody/nothing",
-            r"no folder nobody/nothing here, it is not in .* cache, .* cannot be asked: .*offline",
+            r"no folder nobody/nothing here, it is not in .* cache, .* cannot be reached: .*offline",
         ),
         ("absent model", r"there is no folder absent model"),
         ("tests/absent", r"there is no folder tests/absent$"),

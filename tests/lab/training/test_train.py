@@ -261,7 +261,10 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
         ({"model": {"shift_constraint": "gate", "shift_init": "identity"}}, "shift_init"),
         ({"model": {"variant": "smeared"}}, "model.variant must be one of vanilla, kv-shift, .*, got 'smeared'"),
         ({"model": {"variant": "smear", "shift_window": 3}}, "model.shift_window is 3, but model.variant is smear"),
-        ({"model": {"vocab_size": 280}}, "model.vocab_size is 280, but the tokenizer has 281 tokens"),
+        (
+            {"model": {"vocab_size": 280}},
+            "model.vocab_size must be at least 281, the number of tokens of the tokenizer, got 280",
+        ),
         ({"data": {"streaming": True}, "data_workers": 2}, "data_workers must be 0 or 1 with data.streaming, got 2"),
     ],
     ids=str,
