@@ -59,9 +59,7 @@ def check_weights(folder: Path, config: dict[str, Any]) -> None:
                 f"model: {tensor.file}: {found} has the shape {[*tensor.shape]}, expected {[*shape]} by its config.json"
             )
         if not all(map(math.isfinite, _numbers(tensor, found))):
-            raise LabError(
-                f"model: {tensor.file}: {found} has numbers that are not finite, as after a run that diverged"
-            )
+            raise LabError(f"model: {tensor.file}: {found} has numbers that are not finite, as after a diverged run")
 
 
 def _coefficients(config: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
