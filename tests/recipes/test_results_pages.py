@@ -133,12 +133,12 @@ def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypa
     first, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
     changed = replace(recipe, claims=lambda records: [replace(first, own=True), *others])
     monkeypatch.setattr(results_pages, "find_recipe", lambda name: changed)
-    paper, _, own = results_pages.results_page(results_pages.published(results)).partition("\n## Questions of ours\n")
+    paper, _, own = results_pages.results_page(results_pages.published(results)).partition("\n## Our own questions\n")
     assert first.statement not in paper
     assert all(claim.statement in paper for claim in others)
     own, _, section = own.partition("\n## ")
     assert first.statement in own
-    paper, _, own = section.partition("\n\nQuestions of ours:\n\n")
+    paper, _, own = section.partition("\n\nOur own questions:\n\n")
     assert first.statement not in paper
     assert all(claim.statement in paper for claim in others)
     assert first.statement in own

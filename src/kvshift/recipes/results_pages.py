@@ -41,9 +41,9 @@ nulls is expected to show a difference. Every preset but *paper* is smaller than
 direction of a claim can hold or fail.
 """
 
-_OWN = """## Questions of ours
+_OWN = """## Our own questions
 
-What the paper does not claim, asked of the same runs or of others.
+Questions that the paper does not ask, answered by the same runs or by others.
 """
 
 

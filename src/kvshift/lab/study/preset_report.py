@@ -39,9 +39,9 @@ def section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequ
     """Return the report below its heading; `figure` is the address of the picture."""
     parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})"]
     own, of_paper = ([claim for claim in claims if claim.own is which] for which in (True, False))
-    for asked, title in ((of_paper, None), (own, "Questions of ours:" if of_paper else None)):
+    for asked, title in ((of_paper, None), (own, "Our own questions:" if of_paper else None)):
         if asked:
-            rows = [("claim", "paper", "ours", "size", "verdict")]
+            rows = [("claim", "paper", "ours", "note", "verdict")]
             rows += [(c.statement, c.paper, c.ours, c.note, verdict_text(c, rates_of(records))) for c in asked]
             parts += [title] if title else []
             parts.append(as_markdown(rows, left=None))
@@ -57,7 +57,7 @@ def section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequ
     if recipe.tables is not None:
         parts.append(recipe.tables(records))
     if recipe.notes:
-        parts.append("Notes; what they say of sizes is of the preset `paper`, where they name no other:")
+        parts.append("Notes (sizes are those of the preset `paper` unless another is named):")
         parts.append("\n".join(f"- {note}" for note in recipe.notes))
     parts.append(_provenance(records))
     return "\n\n".join(parts) + "\n"
@@ -90,7 +90,7 @@ def rates_of(records: Sequence[Record]) -> str:
 
 def _rates(records: Sequence[Record], score: Score | None) -> str:
     """Return a table of the last losses of each variant at each learning rate, with the chosen rates in bold."""
-    assert score is not None, "a recipe with a grid says by what it is tuned"
+    assert score is not None, "a recipe with a grid needs a score to tune by"
     variants, best = by_tuned_arm(records), best_rates(records, score)
     rates = sorted({rate for by_rate in variants.values() for rate in by_rate})
     rows = [("learning rate", *(f"{rate:.2g}" for rate in rates))]
@@ -103,11 +103,10 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
     steps = " or ".join(f"{number:,}" for number in sorted({record.options["steps"] for record in records}))
     seeds = ", ".join(str(seed) for seed in sorted({record.seed for record in records}))
     ends = [f"{variant} ({best[variant]:.2g})" for variant in variants if best[variant] in (rates[0], rates[-1])]
-    beyond = f"\n\nAt an end of the grid, so that a better one may lie beyond: {'; '.join(ends)}." if ends else ""
+    beyond = f"\n\nAt an end of the grid, so a better rate may lie beyond it: {'; '.join(ends)}." if ends else ""
     return (
-        f"Each variant has the learning rate of one grid that served it best, by {score.description}, in runs "
-        f"of their own ({steps} steps, seeds {seeds}), which nothing else here is made of. The last validation loss of "
-        f"each:\n\n"
+        f"Each variant has its best learning rate of one grid, by {score.description}, from separate tuning runs "
+        f"({steps} steps, seeds {seeds}) that enter nothing else on this page. Their last validation losses:\n\n"
         f"{as_markdown(rows)}{beyond}"
     )
 

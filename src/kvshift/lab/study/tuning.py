@@ -30,7 +30,7 @@ def best_rates(records: Sequence[Record], score: Score | None) -> dict[Arm, floa
         records: records of the tuning runs only.
         score: score whose numbers are averaged over seeds and then compared as a tuple.
     """
-    assert score is not None, "a recipe with a grid says by what it is tuned"
+    assert score is not None, "a recipe with a grid needs a score to tune by"
 
     def mean(runs: Sequence[Record]) -> tuple[float, ...]:
         return tuple(statistics.fmean(numbers) for numbers in zip(*map(score, runs), strict=True))
@@ -67,7 +67,7 @@ def reached_soonest(name: str, level: float, *, last: int) -> Score:
         return final, -float(record.options["steps"] if reached is None else reached)
 
     at_end = f"the accuracy at the end (mean of {last})"
-    return Score(score, f"{at_end} up to {100 * level:g} %, and of those that reach it by how soon")
+    return Score(score, f"{at_end} up to {100 * level:g} %, then how soon it is reached")
 
 
 def least_loss(*, last: int = 1) -> Score:
