@@ -105,7 +105,7 @@ def jobs(preset, seeds):
 
 def claims(records):
     final = [accuracy_curve(record, "copied")[1][-1] for record in records]
-    return [Claim(statement="Copies", paper="nothing", ours=percent(final), direction="not shown", size="a toy")]
+    return [Claim(statement="Copies", paper="nothing", ours=percent(final), direction="not shown", note="a toy")]
 
 
 def plot(records):
