@@ -13,7 +13,7 @@ from kvshift.layers import recompute
 from kvshift.layers.attention import HeadNorm
 from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.rope import half_tables
-from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.triton.call import triton_unsupported_reason
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, outcome, same_bits, tokens
 
 pytestmark = pytest.mark.interpreted
@@ -26,7 +26,7 @@ NUMBERS = torch.tensor([[0, 0, 1, 1, 1], [7, -1, -1, -1, 7]])
 
 @pytest.fixture(autouse=True)
 def kernels_that_run() -> None:
-    refusal = triton_refusal(torch.empty(0), 2)
+    refusal = triton_unsupported_reason(torch.empty(0), 2)
     if refusal is not None:
         pytest.skip(refusal)
 

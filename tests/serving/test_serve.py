@@ -368,7 +368,7 @@ def test_the_coefficients_of_baichuan_m1_have_other_names(
     model.save_pretrained(run / "model")
     capsys.readouterr()  # discards progress output
     if fault is None:
-        command.require_served(str(run / "model"), str(run / "tokenizer"))
+        command.require_servable(str(run / "model"), str(run / "tokenizer"))
     else:
         assert "model.layers.1.self_attn.conv_v has numbers that are not finite" in refused(capsys, run)
 
@@ -397,9 +397,9 @@ def test_a_model_on_the_hub_is_asked_for_its_small_files(
 HEAVY = ("torch", "transformers", "datasets", "numpy", "vllm")
 CHECKED = """
 import sys, time
-from kvshift.serving.serve import require_served
+from kvshift.serving.serve import require_servable
 from kvshift.lab.runs.model_files import locate
-require_served(*locate(sys.argv[1], print))
+require_servable(*locate(sys.argv[1], print))
 print(time.process_time(), *(name for name in {heavy} if name in sys.modules))
 """
 

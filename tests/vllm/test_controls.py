@@ -13,7 +13,7 @@ import torch
 
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages
 from kvshift.models.llama import KVShiftLlamaForCausalLM
-from kvshift.ops.boundaries import NOTHING
+from kvshift.ops.boundaries import NO_ROW
 
 from .engines import Engine, different, drawn, engine
 
@@ -42,13 +42,13 @@ def no_rows_for_hits(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> 
     begins = batch.query_start_loc[: batch.num_reqs + 1]
     at_block = (batch.seq_lens[: batch.num_reqs] - begins.diff()) % pages.tokens == 0
     sources = metadata.sources.clone()
-    sources[0, begins[:-1][at_block], 1:] = NOTHING
+    sources[0, begins[:-1][at_block], 1:] = NO_ROW
     return replace(metadata, sources=sources)
 
 
 def nothing_kept(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
     """Every piece begins as if it were the first of its sequence."""
-    return replace(metadata, sources=metadata.sources.where(metadata.sources >= 0, NOTHING))
+    return replace(metadata, sources=metadata.sources.where(metadata.sources >= 0, NO_ROW))
 
 
 FAULTS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -20,7 +20,7 @@ from kvshift.ops import BACKENDS, kv_shift
 from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import shared_plans
 from kvshift.ops.rope import half_tables, rotate_half
-from kvshift.ops.triton.call import shift_triton, triton_refusal
+from kvshift.ops.triton.call import shift_triton, triton_unsupported_reason
 
 Pair = tuple[Tensor, Tensor]
 Table = tuple[Tensor, Tensor]
@@ -270,7 +270,7 @@ def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
         computes="no shift",
     )
     both = Formulation(name="kv_shift, then rotary", function=rotary_then(ours("auto"), table), roundings=4)
-    refusal = triton_refusal(table[0], 2) if table[0].is_cuda else "needs a CUDA device"
+    refusal = triton_unsupported_reason(table[0], 2) if table[0].is_cuda else "needs a CUDA device"
     launches = [replace(one, left_out=refusal) for one in in_one_launch(table)]
     return _left_out_last([alone, both, _by_compiler(alone, compiled), _by_compiler(both, compiled), *launches])
 

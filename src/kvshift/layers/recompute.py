@@ -23,11 +23,11 @@ from kvshift.layers.shift import KVShift
 from kvshift.ops import ShiftState
 from kvshift.ops.arguments import TENSORS, Call, Norms
 from kvshift.ops.attention_inputs import run
-from kvshift.ops.boundaries import shares_plans
+from kvshift.ops.boundaries import is_sharing_plans
 from kvshift.ops.dispatch import fused_path
 from kvshift.ops.rope import Rotary
 from kvshift.ops.shift import with_plan
-from kvshift.ops.torch_ops import PLAIN, needs_traceable_ops
+from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, needs_traceable_ops
 
 KEEP_ALL: AbstractContextManager[None] = nullcontext()
 """The context used instead of `recomputed` if all tensors are to be saved."""
@@ -78,7 +78,7 @@ def recomputing(
     )  # fmt: skip
     path = fused_path(call)
     call = call._replace(gamma=None)  # only keys and values
-    if shares_plans():  # otherwise, recomputation makes the plan, if it takes place
+    if is_sharing_plans():  # otherwise, recomputation makes the plan, if it takes place
         call = with_plan(call)
     if path == "unfused" and alpha is None:  # keys are saved as usual
         call = call._replace(cos=None, sin=None, norms=None)
@@ -171,7 +171,7 @@ class _Recomputation:
         self.made: dict[int, list[Tensor]] = {i: [] for i in self.outputs}
 
     def pack(self, x: Tensor) -> Callable[[], Tensor]:
-        if type(x) in PLAIN and x.layout == torch.strided:
+        if type(x) in PLAIN_TENSOR_TYPES and x.layout == torch.strided:
             address = x.untyped_storage().data_ptr()
             for i, output in self.outputs.items():
                 is_view = address == output.untyped_storage().data_ptr()

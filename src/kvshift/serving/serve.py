@@ -42,7 +42,7 @@ def serve(options: ServeOptions) -> None:
     require_vllm()
     environment = with_plugin(os.environ)
     folder, tokenizer = locate(options.checkpoint, _say)
-    require_served(folder, tokenizer)
+    require_servable(folder, tokenizer)
     arguments = vllm_arguments(options, folder, tokenizer)
     _say(shlex.join(["vllm", *arguments]))
     sys.stdout.flush()
@@ -87,7 +87,7 @@ def with_plugin(environment: Any) -> dict[str, str]:
     return environment
 
 
-def require_served(folder: str, tokenizer: str) -> None:
+def require_servable(folder: str, tokenizer: str) -> None:
     """Raise a LabError unless vLLM can serve the model, a folder or a name on the hub, and the tokenizer fits it."""
     config = read_config(folder)
     if config.get("model_type") not in (*SERVED_MODEL_TYPES, _VANILLA):

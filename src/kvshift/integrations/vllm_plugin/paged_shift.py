@@ -30,7 +30,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops.arguments import Call
-from kvshift.ops.boundaries import NOTHING, ShiftPlan, sequence_of_positions
+from kvshift.ops.boundaries import NO_ROW, ShiftPlan, sequence_of_positions
 from kvshift.ops.cpu.kernel import Pool
 from kvshift.ops.dispatch import ShiftPath, shift_path
 from kvshift.ops.shift import shift_keys_values
@@ -117,7 +117,7 @@ class PagedShiftMetadata:
             ordered, order = slots.sort()
             found = torch.searchsorted(ordered, slots_before).clamp(max=num_tokens - 1)
             rows_before = torch.where(ordered[found] == slots_before, order[found], rows_before)
-        rows_before = torch.where(before >= 0, rows_before, NOTHING)
+        rows_before = torch.where(before >= 0, rows_before, NO_ROW)
 
         behind = (index - begins[piece])[:, None] - lags  # negative before the piece
         of_cache = rows_before[piece[:, None], (-1 - behind).clamp(min=0)]
