@@ -231,8 +231,8 @@ def documents_ignored(shifts: list[TitanShift]) -> list[Any]:
 
 
 def wrong_neighbour(shifts: list[TitanShift]) -> list[Any]:
-    stock = halo._held_chunks
-    return [patch.object(halo, "_held_chunks", lambda rank, size, layout: stock(size - 1 - rank, size, layout))]
+    stock = halo._chunks_of_rank
+    return [patch.object(halo, "_chunks_of_rank", lambda rank, size, layout: stock(size - 1 - rank, size, layout))]
 
 
 def nothing(shifts: list[TitanShift]) -> list[Any]:
