@@ -19,7 +19,7 @@ from kvshift.benchmarks.parity import check_formulation
 
 SHAPE = (3, 71, 5, 7)
 CPU = torch.device("cpu")
-OURS = Formulation(name="ours", function=formulations.ours("auto"))
+OURS = Formulation(name="ours", function=formulations.kv_shift_function("auto"))
 
 
 def check(formulation, dtype=torch.float32, shape=SHAPE, **options):

@@ -15,7 +15,7 @@ from kvshift.lab.study.preset_report import report
 from kvshift.lab.study.records import kept_records, read_records, write_records
 from kvshift.recipes import results_pages, summary
 from kvshift.recipes.catalogue import find_recipe
-from kvshift.recipes.summary import MAIN, summary_page
+from kvshift.recipes.summary import SUMMARY_ROWS, summary_page
 
 from ..lab.analysis.run_folders import write_pair
 from ..lab.study.cases import made_up
@@ -230,7 +230,7 @@ def test_the_summary_says_what_the_results_say_in_a_dozen_rows() -> None:
         "not shown": "not shown",
         "not testable here": "not testable here",
     }
-    run = [m for m in MAIN if kept_records(PROJECT / "results", find_recipe(m.recipe), m.preset) is not None]
+    run = [m for m in SUMMARY_ROWS if kept_records(PROJECT / "results", find_recipe(m.recipe), m.preset) is not None]
     for (_, ours, verdict, _, link), main in zip(rows, run, strict=True):
         found = [line for line in long.splitlines() if f"[{main.recipe}](#" in line and f"| {main.statement}" in line]
         (line,) = [line for line in found if f"| {main.preset} |" in line]
@@ -244,7 +244,7 @@ def test_a_summary_of_a_claim_that_is_gone_is_an_error(results: Path, monkeypatc
     recipe = results_pages.find_recipe("fig01a")
     monkeypatch.setattr(summary, "find_recipe", lambda name: recipe)
     monkeypatch.setattr(
-        summary, "MAIN", [summary.Main("Something", "fig01a", "laptop", "One layer with KV shift flies")]
+        summary, "SUMMARY_ROWS", [summary.SummaryRow("Something", "fig01a", "laptop", "One layer with KV shift flies")]
     )
     with pytest.raises(LabError, match=r"fig01a laptop must have one claim 'One layer with KV shift flies' .*has 0"):
         summary_page(results, results_pages._anchor)
