@@ -21,7 +21,7 @@ from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.language_models import STUDY, lm_figures, lm_tables
 from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift.recipes.language_models.settings import TABLES, GridPoint, arm_at
-from kvshift.recipes.results_pages import published, results_page
+from kvshift.recipes.results_pages import complete_presets, results_page
 
 from ..lab.study.cases import made_up, ran
 
@@ -109,7 +109,7 @@ def test_no_run_of_the_laptop_reads_its_text_twice() -> None:
 def test_the_laptop_is_the_paper_at_a_quarter_of_the_length_and_four_times_the_rate() -> None:
     grid, scale = CATALOGUE["tab07"].presets["laptop"].grid, TABLES["laptop"].scale
     assert grid is not None
-    assert {lm_tables._near(rate / scale) for rate in grid.rates} <= set(RATES)
+    assert {lm_tables._paper_rate(rate / scale) for rate in grid.rates} <= set(RATES)
     assert {point.length * scale for point in TABLES["laptop"].points} <= set(LENGTHS)
     paper = CATALOGUE["tab07"].presets["paper"].grid
     assert paper is not None
@@ -395,7 +395,7 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
 
 
 def test_the_page_says_what_was_not_run(tmp_path: Path) -> None:
-    text = results_page(published(tmp_path))
+    text = results_page(complete_presets(tmp_path))
     assert "## Not run yet" in text
     assert all(name in text.partition("## Not run yet")[2] for name in CATALOGUE)
     assert "|\n| [" not in text  # no row with a verdict
