@@ -77,7 +77,7 @@ def summary_page(results: Path, anchor: Callable[[Recipe, str], str]) -> str:
             continue
         ours = [claim for claim in found if claim.statement.startswith(row.statement)]
         if len(ours) != 1:
-            raise LabError(f"{row.recipe} {row.preset} must have one claim {row.statement!r} ..., has {len(ours)}")
+            raise LabError(f"{row.recipe} {row.preset} must have one claim {row.statement!r} ..., got {len(ours)}")
         seeds = str(len({record.seed for record in shown}))
         link = f"[{row.recipe}](results.md#{anchor(recipe, row.preset)})"
         rows.append((row.words, ours[0].ours, f"**{_WORDS[ours[0].direction]}**", seeds, link))

@@ -27,8 +27,8 @@ class Meaning(Enum):
 
     DECIDES_NOTHING = "no number that is computed depends on it: it may differ between a run and its continuation"
     OF_THE_MACHINE = "it is about where a run takes place: the records of a study leave it out"
-    OF_THE_CALL = "it is asked of one call, and is no part of a run"
-    LATE = "there are runs from before it: None does not enter the hash, and is the same as False and as no entry"
+    OF_THE_CALL = "it applies to one call and is not recorded with the run"
+    LATE = "older runs lack it: None does not enter the hash, and means the same as False or a missing entry"
     OF_THE_VARIANT = "it may differ between the variants of a comparison"
     BESIDE_THE_MODEL = "it has no field of its name in the configuration of the model"
 

@@ -125,7 +125,7 @@ class _Package:
         here = self.module(module)
         if self.replaced.get(name) == module:
             if name not in here.defined:
-                raise LookupError(f"{self.by} replaces {module}.{name}, which is no more")
+                raise LookupError(f"{self.by} replaces {module}.{name}, which no longer exists")
             return self.module(self.by).defined[name]
         if name in here.defined:
             return here.defined[name]
@@ -238,7 +238,7 @@ def _imports(kept: Iterable[_Statement]) -> list[str]:
         for node in statement.used():
             line = statement.module.outer.get(node.id)
             if line is not None and lines.setdefault(node.id, line) != line:
-                raise ValueError(f"{node.id} is two things: {line}; {lines[node.id]}")
+                raise ValueError(f"{node.id} is imported in two ways: {line}; {lines[node.id]}")
     modules: dict[str, list[str]] = defaultdict(list)
     for line in sorted(set(lines.values())):
         if line.startswith("from "):

@@ -62,7 +62,7 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], places: Places)
         places.store.refuse_to_forget([*tuning, *jobs])
     say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
     if jobs != asked:
-        say(f"{SHARED} names no folder of text: the bundled corpus, far smaller, stands for it and is read repeatedly")
+        say(f"{SHARED} names no folder of text, so the bundled corpus, which is far smaller, is read repeatedly")
     records: list[Record] = []
     if tuning:
         records = _run(tuning, places, earlier=[])
@@ -120,7 +120,7 @@ def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> l
     if problems:
         listed = "\n  ".join(problems)
         raise RunFailedError(
-            f"{len(problems)} of {len(jobs)} runs failed; the same command tries them again:\n  {listed}"
+            f"{len(problems)} of {len(jobs)} runs failed; repeat the command to retry them:\n  {listed}"
         )
     return records
 
@@ -142,7 +142,7 @@ def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: KeptRecords | N
             counts[path] = counts.get(path, 0) + 1
     if found:
         where = ", ".join(f"{count} in {path}" for path, count in counts.items())
-        say(f"{len(found)} of {len(jobs)} runs were finished before: {where}")
+        say(f"{len(found)} of {len(jobs)} runs are already finished: {where}")
         if store is not None:
             store.add([*found.values()])
     return found
