@@ -39,7 +39,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvshift.benchmarks.twins import shifting_by
+from kvshift.benchmarks.twins import use_backend
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.options import digest
 from kvshift.models.decoder import ShiftedDecoder
@@ -176,7 +176,7 @@ def _saved(graph: GraphModule) -> int:
 
 
 @contextmanager
-def on_a_gpu_that_is_not_there() -> Iterator[None]:
+def fake_gpu() -> Iterator[None]:
     """Answer all queries about the GPU, from Inductor and the kernels, as for an H200."""
     answers: dict[str, Any] = {
         "get_compute_capability": lambda device=None: 90,
@@ -216,10 +216,10 @@ def planned(implementation: str, fields: dict[str, Any], batch: int, length: int
     with torch.device("meta"):
         settings = KVShiftLlamaConfig(**fields, shift_targets=targets, attn_implementation="planned")
         model = KVShiftLlamaModel(settings).to(torch.bfloat16)
-    shifting_by("eager" if implementation in (WITHOUT, PLAIN) else "triton", model)
+    use_backend("eager" if implementation in (WITHOUT, PLAIN) else "triton", model)
     planner = Planner()
     with ExitStack() as stack:
-        stack.enter_context(on_a_gpu_that_is_not_there())
+        stack.enter_context(fake_gpu())
         if implementation == KEPT:
 
             def kept(function: Callable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,31 +127,31 @@ def run(step: Step, seconds: float, log: TextIO) -> str:
         )
         for command, variables in zip(step.commands, step.variables, strict=True)
     ]
-    end, told = time.monotonic() + seconds, 0
+    end, printed = time.monotonic() + seconds, 0
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.2)
-        told = tell_failures(step, told)
+        printed = print_new_failures(step, printed)
     late = [process for process in processes if process.poll() is None]
     for process in late:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    tell_failures(step, told)
+    print_new_failures(step, printed)
     codes = {process.returncode for process in processes} - {0, 5}  # pytest exits with 5 if a share has no tests
     what = f"stopped after {seconds:.0f} s" if late else f"exit code {max(codes)}" if codes else "done"
-    return what if step.results is None else f"{what}: {count_tests(whole_lines(step.results))}"
+    return what if step.results is None else f"{what}: {count_tests(complete_lines(step.results))}"
 
 
-def tell_failures(step: Step, told: int) -> int:
-    """Print the test failures after the first `told`, and return the number of failures so far."""
+def print_new_failures(step: Step, printed: int) -> int:
+    """Print the test failures after the first `printed`, and return the number of failures so far."""
     if step.results is None:
         return 0
-    failed = [result for result in whole_lines(step.results) if result.get("outcome") == "failed"]
-    for result in failed[told:]:
+    failed = [result for result in complete_lines(step.results) if result.get("outcome") == "failed"]
+    for result in failed[printed:]:
         print(f"FAILED {result['test']}: {result['problem']}", flush=True)
     return len(failed)
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
+def complete_lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a JSON lines file; an empty list if there is no file yet."""
     if not path.exists():
         return []
@@ -176,7 +176,7 @@ def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
     sys.path.insert(0, str(SOURCE))
     from kvshift.benchmarks.bench_report import short, write
 
-    rows = whole_lines(path)
+    rows = complete_lines(path)
     if not rows:
         return "\n".join(lines)
     write(out / "bench", rows)

@@ -58,7 +58,7 @@ def decoding_batch(sequences: int) -> Any:
     )
 
 
-def graph_of(step: Callable[[], None]) -> Callable[[], None]:
+def capture_graph(step: Callable[[], None]) -> Callable[[], None]:
     """Return a function that replays the step as a CUDA graph."""
     step()
     torch.cuda.synchronize()
@@ -91,10 +91,10 @@ def measure(sequences: int) -> dict[str, dict[str, float]]:
     batch, numbers = decoding_batch(sequences), 2 * KV_HEADS * HEAD_SIZE
     number_of_pages = int(batch.block_table_tensor.max()) + 1
     pages = Pages(tokens=PAGE, rows=1, stride=PAGE + 1, count=number_of_pages * (PAGE + 1))
-    uniform = UniformBatch.of(batch, pages)
-    metadata = PagedShiftMetadata.of(batch, pages, window=2)
+    uniform = UniformBatch.from_batch(batch, pages)
+    metadata = PagedShiftMetadata.from_batch(batch, pages, window=2)
     assert uniform is not None
-    assert shift.takes_uniform
+    assert shift.supports_uniform
 
     def new(rows: int) -> list[Tensor]:
         return [torch.randn(rows, numbers, device=DEVICE).to(DTYPE) for _ in range(LAYERS)]
@@ -118,7 +118,7 @@ def measure(sequences: int) -> dict[str, dict[str, float]]:
     shift.shift_uniform(kv[0], shifted[0], cache.clone(), uniform, pages)
     shift.shift_batch(kv[0], other[0], cache.clone(), metadata)
     torch.testing.assert_close(shifted[0], other[0])
-    ways = {"graph": graph_of(launches), "launches": launches, "batch": by_batch, "copy": graph_of(copies)}
+    ways = {"graph": capture_graph(launches), "launches": launches, "batch": by_batch, "copy": capture_graph(copies)}
     return {name: microseconds(step) for name, step in ways.items()}
 
 

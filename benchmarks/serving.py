@@ -64,7 +64,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 Row = dict[str, Any]
 
 
-def folders(models: dict[str, PreTrainedConfig], into: Path) -> dict[str, str]:
+def write_configs(models: dict[str, PreTrainedConfig], into: Path) -> dict[str, str]:
     """Write each model's configuration, which is all that dummy weights need, and return the folders by model."""
     for number, model in enumerate(models.values()):
         model.save_pretrained(into / str(number))
@@ -82,7 +82,7 @@ def capacity(into: Path) -> Iterator[Row]:
 
     as_on_gpus = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])  # on a CPU, multiples of 32
     CPUAttentionBackend.get_supported_kernel_block_sizes = as_on_gpus
-    for name, folder in folders(models_of_caches(), into).items():
+    for name, folder in write_configs(models_by_cache(), into).items():
         for block_size in BLOCK_SIZES:
             arguments = {"dtype": SHAPE["dtype"], "block_size": block_size, "load_format": "dummy"}
             config = EngineArgs(folder, skip_tokenizer_init=True, **arguments).create_engine_config()
@@ -112,7 +112,7 @@ def capacity(into: Path) -> Iterator[Row]:
                     "share": 1 - requests[0] / requests[1],
                     "bytes_per_token": bytes_per_token(ours),
                     "state_bytes_per_token": bytes_per_token(ours) - bytes_per_token(theirs),
-                    "by_hand": by_hand(theirs),
+                    "by_hand": expected_raw_row_bytes(theirs),
                 }
 
 
@@ -130,7 +130,7 @@ def kv_cache_config(config: Any, specs: dict[str, Any]) -> Any:
     return cache
 
 
-def models_of_caches() -> dict[str, PreTrainedConfig]:
+def models_by_cache() -> dict[str, PreTrainedConfig]:
     """Return models with one kind of attention, with a window in half of the layers, and with other heads there too."""
     layers = SHAPE["num_hidden_layers"]
     windows = {"use_sliding_window": True, "sliding_window": 4_096, "max_window_layers": layers // 2}
@@ -164,7 +164,7 @@ def bytes_per_token(specs: dict[str, Any]) -> float:
     return sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
 
 
-def by_hand(specs: dict[str, Any]) -> float:
+def expected_raw_row_bytes(specs: dict[str, Any]) -> float:
     """Return the bytes of raw keys and values per token: each layer has one row per block.
 
     All pages have the same size: layers with smaller keys and values have more tokens per block, and a row as large as
@@ -239,7 +239,7 @@ def speed(into: Path, options: argparse.Namespace) -> Iterator[list[Row]]:
     After every round, yield the rows of all rounds so far.
     """
     models = {name: kind(**SHAPE, architectures=[architecture]) for name, (kind, architecture) in MODELS.items()}
-    engines = [Engine(name, folder, options) for name, folder in folders(models, into).items()]
+    engines = [Engine(name, folder, options) for name, folder in write_configs(models, into).items()]
     seconds: dict[tuple[str, str], list[float]] = {}
     last = None
     for turn in range(-1, options.rounds):  # the first round is a warm-up for allocation and compilation

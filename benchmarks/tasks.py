@@ -62,8 +62,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    implementations = {name: making(task, rows) for name, (task, rows) in TASKS.items()}
-    implementations["training step, laptop"] = training(*LAPTOP)
+    implementations = {name: batch_function(task, rows) for name, (task, rows) in TASKS.items()}
+    implementations["training step, laptop"] = step_function(*LAPTOP)
     seconds: dict[str, list[float]] = {name: [] for name in implementations}
     for at in range(rounds + 1):
         for name, run in implementations.items():
@@ -80,14 +80,14 @@ def main() -> None:
         print(f"| {name} | {task.length} | {rows} | {1000 * median:.2f} | {rows / median:,.0f} |")
 
 
-def making(task: Task, rows: int) -> Callable[[], object]:
+def batch_function(task: Task, rows: int) -> Callable[[], object]:
     """Return a function that makes the next batch."""
     numbers = iter(range(2**31))
     batches = TaskBatches(task, split="training", seed=0, batch_size=rows, batches=2**31)
     return lambda: batches[next(numbers)]
 
 
-def training(task: Task, rows: int) -> Callable[[], object]:
+def step_function(task: Task, rows: int) -> Callable[[], object]:
     """Return a function that takes a training step on a fixed batch."""
     torch.manual_seed(0)
     model = KVShiftLlamaForCausalLM(

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import kvshift
-from kvshift.ops.cpu.kernel import cpu_refusal
+from kvshift.ops.cpu.kernel import cpu_unsupported_reason
 
 README = Path(__file__).parents[1] / "README.md"
 TINY = Qwen3Config(
@@ -44,7 +44,7 @@ def run_example() -> None:
 
 def check_operator(kind: str) -> None:
     k, v, alpha, beta = (torch.randn(shape) for shape in ((2, 7, 3, 8), (2, 7, 3, 8), (3, 2), (3, 2)))
-    refusal = cpu_refusal(k, window=2)
+    refusal = cpu_unsupported_reason(k, window=2)
     assert (refusal is None) if kind == "kernel" else ("was not built" in str(refusal)), f"CPU kernel: {refusal}"
     expected = kvshift.kv_shift(k, v, alpha, beta, backend="reference")
     shifted = kvshift.kv_shift(k, v, alpha, beta, backend="cpu" if kind == "kernel" else "auto")

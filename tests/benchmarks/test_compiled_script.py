@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.triton.call import triton_unsupported_reason
 
 from .scripts import FOLDER
 
@@ -34,7 +34,7 @@ print(json.dumps([compiled.layer(name, {FIELDS}, {B}, {T}) for name in names]))
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="it reads Inductor's plan as torch 2.13 makes it")
 def test_what_is_planned_is_what_must_be_moved_and_kept():
-    refusal = triton_refusal(torch.empty(0), 2)
+    refusal = triton_unsupported_reason(torch.empty(0), 2)
     if refusal is not None:
         pytest.skip(refusal)
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)

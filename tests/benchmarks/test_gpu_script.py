@@ -71,7 +71,7 @@ def test_tests_are_shared_among_processes_and_failures_printed_as_they_come(gpu,
     with (tmp_path / "log").open("w") as log:
         assert gpu.run(step, 60, log) == "exit code 1: 39 passed, 1 failed, 1 skipped"
     assert "test_number[23]: AssertionError: twenty-three" in capsys.readouterr().out
-    results = gpu.whole_lines(tmp_path / "tests.jsonl")
+    results = gpu.complete_lines(tmp_path / "tests.jsonl")
     assert sorted(result["collected"] for result in results if "collected" in result) == [17, 24]
     assert len({result["test"] for result in results if "test" in result}) == 41
     assert "assert 23 != 23" in (tmp_path / "log").read_text()

@@ -8,12 +8,18 @@ import pytest
 import torch
 
 from kvshift.benchmarks import formulations
-from kvshift.benchmarks.formulations import Formulation, in_one_launch, rotary_tables, with_rotary, without
+from kvshift.benchmarks.formulations import (
+    Formulation,
+    formulations_with_rotary,
+    formulations_without_rotary,
+    fused_formulations,
+    rotary_tables,
+)
 from kvshift.benchmarks.parity import check_formulation
 
 SHAPE = (3, 71, 5, 7)
 CPU = torch.device("cpu")
-OURS = Formulation(name="ours", function=formulations.ours("auto"))
+OURS = Formulation(name="ours", function=formulations.kv_shift_function("auto"))
 
 
 def check(formulation, dtype=torch.float32, shape=SHAPE, **options):
@@ -23,14 +29,14 @@ def check(formulation, dtype=torch.float32, shape=SHAPE, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_formulation_agrees_with_the_reference(dtype):
     k = torch.empty(SHAPE, dtype=dtype)
-    found = [one for one in without(k, compiled=False) if one.left_out is None]
+    found = [one for one in formulations_without_rotary(k, compiled=False) if one.left_out is None]
     assert {"appendix M", "pad, multiply, add", "kv_shift", "kv_shift, eager"} <= {part.name for part in found}
     for formulation in found:
         assert check(formulation, dtype).problem is None, formulation.name
 
 
 def test_a_path_that_crosses_boundaries_is_found_out():
-    found = without(torch.empty(SHAPE), compiled=False)
+    found = formulations_without_rotary(torch.empty(SHAPE), compiled=False)
     for formulation in (part for part in found if part.boundaries):
         assert check(dataclasses.replace(formulation, function=OURS.function)).problem is not None, formulation.name
 
@@ -39,7 +45,7 @@ def test_a_path_that_crosses_boundaries_is_found_out():
 def test_every_formulation_with_a_rotary_embedding_agrees_with_the_reference(dtype):
     shape = (3, 71, 5, 6)
     table = rotary_tables(shape[1], shape[3], dtype, CPU)
-    for formulation in [one for one in with_rotary(table, compiled=False) if one.left_out is None]:
+    for formulation in [one for one in formulations_with_rotary(table, compiled=False) if one.left_out is None]:
         assert check(formulation, dtype, shape, table=table).problem is None, formulation.name
 
 
@@ -50,7 +56,7 @@ def test_one_launch_for_shift_and_rotary_embedding_agrees_with_the_reference(dty
     pytest.importorskip("triton")
     shape = (3, 71, 5, 6)
     table = rotary_tables(shape[1], shape[3], dtype, CPU)
-    unshifted, shifted = in_one_launch(table)
+    unshifted, shifted = fused_formulations(table)
     for formulation in (unshifted, shifted):
         assert check(formulation, dtype, shape, table=table).problem is None, formulation.name
     pretender = dataclasses.replace(shifted, function=unshifted.function)

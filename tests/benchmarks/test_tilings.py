@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kvshift.benchmarks import tilings
-from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.triton.call import triton_unsupported_reason
 from kvshift.ops.triton.launch import TILING, Tiling
 
 
 @pytest.mark.parametrize("kernel", TILING)
 def test_the_fastest_tiling_comes_first_and_nothing_stays_changed(kernel, monkeypatch, capsys):
-    if triton_refusal(torch.empty(0), 2) is not None:
+    if triton_unsupported_reason(torch.empty(0), 2) is not None:
         pytest.skip("no Triton")
     before = dict(TILING)
     tried = [TILING[kernel], Tiling(warps=8), Tiling(warps=2)]

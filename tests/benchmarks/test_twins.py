@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.benchmarks.twins import shifting_by
+from kvshift.benchmarks.twins import use_backend
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import may_recompute
 
@@ -25,7 +25,7 @@ def test_every_call_takes_the_path_that_is_named(backend: str, monkeypatch: pyte
         return whole(self, *given, **options)
 
     monkeypatch.setattr(KVShift, "forward", spy)
-    model = shifting_by(backend, tiny_model())
+    model = use_backend(backend, tiny_model())
     ids = random_tokens(2, 7)
     model(input_ids=ids, labels=ids).loss.backward()
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)

@@ -217,7 +217,7 @@ def a_second_derivative_is_refused() -> None:
 
 
 def every_sabotage_is_caught() -> None:
-    held_chunks = halo._held_chunks
+    held_chunks = halo._chunks_of_rank
 
     def dropped(*args: Any, **kwargs: Any) -> list[Tensor]:
         return [torch.zeros_like(x) for x in exchange_halo(*args, **kwargs)]
@@ -233,7 +233,7 @@ def every_sabotage_is_caught() -> None:
         sabotage: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
             "nothing": (nullcontext(), {}),
             "dropped": (patch.object(halo, "exchange_halo", dropped), {}),
-            "wrong neighbour": (patch.object(halo, "_held_chunks", mirrored), {}),
+            "wrong neighbour": (patch.object(halo, "_chunks_of_rank", mirrored), {}),
             "wrong layout": (nullcontext(), {"layout": other}),
             "not differentiated": (patch.object(halo, "exchange_halo", not_differentiated), {}),
             "documents ignored": (nullcontext(), {"positions": None}),

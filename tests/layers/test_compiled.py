@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops import attention_inputs, dispatch
-from kvshift.ops.dispatch import takes_launch
+from kvshift.ops.dispatch import should_launch
 from kvshift.ops.torch_ops import needs_traceable_ops
-from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.triton.call import triton_unsupported_reason
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, make, tokens
 
 
@@ -30,7 +30,7 @@ def nothing_compiled_before() -> Iterator[None]:
 @pytest.fixture
 def kernels(monkeypatch) -> None:
     """Let CPU tensors take the Triton kernels, as GPU tensors do."""
-    refusal = triton_refusal(torch.empty(0), 2)
+    refusal = triton_unsupported_reason(torch.empty(0), 2)
     if refusal is not None:
         pytest.skip(refusal)
     monkeypatch.setattr(dispatch, "_AUTO", "triton")
@@ -41,7 +41,7 @@ def kernels(monkeypatch) -> None:
 @pytest.mark.parametrize("backend", ["auto", "triton", "eager"])
 def test_on_a_gpu_training_is_compiled_around_the_kernels_and_generation_is_compiled_whole(backend, on_gpu, shifts):
     def ask() -> bool:
-        return takes_launch(backend, on_gpu, shifts=shifts)
+        return should_launch(backend, on_gpu, shifts=shifts)
 
     default = {"auto": on_gpu, "triton": True, "eager": False}[backend]
     compiled = torch.compile(ask, backend="eager", fullgraph=True)
@@ -55,7 +55,7 @@ def test_on_a_gpu_training_is_compiled_around_the_kernels_and_generation_is_comp
 def test_exported_programs_are_of_plain_operations(monkeypatch):
     class Ask(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x + takes_launch("auto", True, shifts=True)
+            return x + should_launch("auto", True, shifts=True)
 
     assert Ask()(torch.zeros(())) == 1
     for strict in (False, True):

@@ -13,7 +13,7 @@ from kvshift.layers import recompute
 from kvshift.layers.attention import HeadNorm
 from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.rope import half_tables
-from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.triton.call import triton_unsupported_reason
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, outcome, same_bits, tokens
 
 pytestmark = pytest.mark.interpreted
@@ -26,7 +26,7 @@ NUMBERS = torch.tensor([[0, 0, 1, 1, 1], [7, -1, -1, -1, 7]])
 
 @pytest.fixture(autouse=True)
 def kernels_that_run() -> None:
-    refusal = triton_refusal(torch.empty(0), 2)
+    refusal = triton_unsupported_reason(torch.empty(0), 2)
     if refusal is not None:
         pytest.skip(refusal)
 
@@ -213,7 +213,7 @@ def test_attention(options, where, launches, monkeypatch):
 @pytest.mark.parametrize(("heads", "dtype"), [(MHA, torch.float64), (GQA, torch.bfloat16)], ids=["mha", "gqa"])
 def test_what_backward_recomputes_has_the_same_bits(heads, dtype, where, launches, monkeypatch):
     monkeypatch.setattr(dispatch, "_AUTO", "triton")
-    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
+    monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0})
     layer = make(heads, dtype=dtype, qk_norm=True)
     x = tokens(1 if where == "cu_seqlens" else 2, 11, dtype=dtype)
 
@@ -233,7 +233,7 @@ def test_what_is_frozen_is_left_out_of_it(frozen, launches, monkeypatch):
         parameter.requires_grad_(frozen not in name)
     results = []
     for limit in (0, 2**20):
-        monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": limit})
+        monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": limit})
         results.append(outcome(layer, x))
     assert launches[0] == 3
     same_bits(*results)

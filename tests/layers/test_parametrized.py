@@ -54,7 +54,7 @@ def test_training_reaches_the_original_however_large_the_layer(change, monkeypat
     layer, x = make()
     change(layer)
     expected = outcome(layer, x)
-    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
+    monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0})
     same_bits(outcome(layer, x), expected)
     original = [p for name, p in layer.named_parameters() if "orig" in name]
     assert len(original) == 1

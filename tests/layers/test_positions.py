@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvshift.layers.positions import alibi_slopes, cached_positions, count_tokens, rotary_table, visible
+from kvshift.layers.positions import alibi_slopes, cached_positions, compute_positions, rotary_table, visible_keys
 from kvshift.ops.rope import rotate
 from tests.layers.attention_cases import GQA, MASKS, B, D, T, close, make, tokens
 from tests.layers.attention_reference import reference_attention
@@ -33,17 +33,17 @@ def test_counted_positions_are_the_default():
 def test_who_sees_whom():
     """Cached: one padded column and ranks 0, 1. New: padding, rank 2, padding, rank 3."""
     past = cached_positions(torch.tensor([2]), 3, packed=False)
-    new, seen = count_tokens(
+    new, seen = compute_positions(
         1, 4, torch.device("cpu"), seen=torch.tensor([2]), mask=torch.tensor([[False, True, False, True]])
     )
     assert seen.tolist() == [4]
     keys = past.followed_by(new)
     assert keys.rank.tolist() == [[-1, 0, 1, -1, 2, -1, 3]]
     everything = [True] * 7  # padding must see something, or its softmax is NaN on some devices
-    assert visible(new, keys, None).long().tolist() == [
+    assert visible_keys(new, keys, None).long().tolist() == [
         [everything, [0, 1, 1, 0, 1, 0, 0], everything, [0, 1, 1, 0, 1, 0, 1]]
     ]
-    assert visible(new, keys, 2).long().tolist() == [
+    assert visible_keys(new, keys, 2).long().tolist() == [
         [everything, [0, 0, 1, 0, 1, 0, 0], everything, [0, 0, 0, 0, 1, 0, 1]]
     ]
 

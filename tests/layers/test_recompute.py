@@ -10,7 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from kvshift import KVShift
 from kvshift.layers import recompute
-from kvshift.layers.recompute import is_worth_recomputing, may_recompute, recomputed, recomputing
+from kvshift.layers.recompute import (
+    is_worth_recomputing,
+    may_recompute,
+    recompute_in_backward,
+    recompute_shift_in_backward,
+)
 from kvshift.ops import attention_inputs
 from tests.covering import covering
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, NUMBERS, VARIED, D, E, T, make, outcome, same_bits, tokens
@@ -21,7 +26,7 @@ B, HEADS = 2, {"mha": MHA, "gqa": GQA}
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
+    monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0})
 
 
 @pytest.fixture
@@ -99,7 +104,7 @@ def test_a_part_of_the_graph_and_then_all_of_it(keep_all):
 
 
 def test_without_gradients_nothing_is_done(monkeypatch):
-    monkeypatch.setattr(recompute, "recomputed", None)
+    monkeypatch.setattr(recompute, "recompute_in_backward", None)
     layer, x = make(), tokens(B, T)
     with torch.no_grad():
         layer(x)
@@ -220,7 +225,7 @@ def test_raw_and_kept_tensors_changed_in_place_are_errors(where):
     layer, inputs = KVShift(3).double(), [2 * x.transpose(1, 2) for x in (q, k, v)]
     k_hat, v_hat = (x.transpose(1, 2) for x in layer(*inputs)[1:3])
     query = inputs[0].transpose(1, 2)
-    with recomputing(layer, (inputs[1], inputs[2]), (k_hat, v_hat)):
+    with recompute_shift_in_backward(layer, (inputs[1], inputs[2]), (k_hat, v_hat)):
         out = F.scaled_dot_product_attention(query, k_hat, v_hat).softmax(3)
     with torch.no_grad():
         {"k": inputs[1], "query": query, "result": out}[where].add_(1)
@@ -294,7 +299,7 @@ def test_a_node_that_is_asked_for_what_it_keeps_gives_it():
     q, k, v = (tokens(1, 3, seed=i)[..., : D * 2].unflatten(2, (2, D)).requires_grad_() for i in range(3))
     layer = KVShift(2).double()
     k_hat, v_hat = (x.transpose(1, 2) for x in layer(q, k, v)[1:3])
-    with recomputing(layer, (k, v), (k_hat, v_hat)):
+    with recompute_shift_in_backward(layer, (k, v), (k_hat, v_hat)):
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k_hat, v_hat, is_causal=True)
     for _ in range(2):
         assert torch.equal(out.grad_fn._saved_key, k_hat)
@@ -309,6 +314,6 @@ def test_empty_tensors_pass():
         out.sum().backward()
     assert out.shape == (B, 0, E)
     x = torch.empty(0, requires_grad=True)  # all empty tensors have the same address
-    with recomputed([2 * x], pytest.fail, [x]):
+    with recompute_in_backward([2 * x], pytest.fail, [x]):
         y = (3 * x).square().sum()
     y.backward()

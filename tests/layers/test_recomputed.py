@@ -1,11 +1,11 @@
-"""`recomputed` on plain tensors: which copies it drops, and what it computes again in their place."""
+"""`recompute_in_backward` on plain tensors: which copies it drops, and what it computes again in their place."""
 
 import itertools
 
 import pytest
 import torch
 
-from kvshift.layers.recompute import recomputed
+from kvshift.layers.recompute import recompute_in_backward
 
 
 def outputs_of(x):
@@ -37,7 +37,7 @@ def test_only_what_the_graph_says_is_a_copy_is_left_out(copy, left_out):
     made = []
     output, function = outputs_of(x)
     expected = torch.autograd.grad(copy(output).square().sum(), x, retain_graph=True)
-    with recomputed([output], lambda: made.append(None) or function(), [x]):
+    with recompute_in_backward([output], lambda: made.append(None) or function(), [x]):
         y = copy(output).square()  # saves the result of `copy`
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected[0])
     assert len(made) == left_out
@@ -53,7 +53,7 @@ def test_what_was_left_out_has_its_second_derivative(copy):
     for leaves_out in (False, True):
         output, function = outputs_of(x)
         outputs = [output] if leaves_out else []
-        with recomputed(outputs, lambda function=function: made.append(None) or function(), [x]):
+        with recompute_in_backward(outputs, lambda function=function: made.append(None) or function(), [x]):
             y = copy(output).pow(3)
         (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         results.append(torch.autograd.grad(first.square().sum(), x)[0])
@@ -68,7 +68,7 @@ def test_what_was_left_out_has_its_second_derivative(copy):
 def test_what_is_recomputed_must_have_the_layout_of_the_first(wrong, message):
     x = torch.randn(2, 5, 3, 7, requires_grad=True)
     output, _ = outputs_of(x)
-    with recomputed([output], lambda: [wrong(x.detach())], [x]):
+    with recompute_in_backward([output], lambda: [wrong(x.detach())], [x]):
         y = output.square().sum()
     with pytest.raises(RuntimeError, match=f"recomputed for backward has .*{message}"):
         y.backward()
@@ -78,7 +78,7 @@ def test_two_uses_of_a_tensor_are_made_once():
     x = torch.randn(2, 5, 3, 7, requires_grad=True)
     output, function = outputs_of(x)
     made = []
-    with recomputed([output], lambda: made.append(None) or function(), [x]):
+    with recompute_in_backward([output], lambda: made.append(None) or function(), [x]):
         y = (output.square() + output.exp() + output.sin()).sum()
     y.backward(retain_graph=True)
     assert len(made) == 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvshift import KVShift, ShiftOptions, ShiftState
 from kvshift.ops import attention_inputs, decode
-from kvshift.ops.decode import columns_of
+from kvshift.ops.decode import make_columns
 from kvshift.ops.rope import half_tables, rotate_half
 from tests.covering import covering
 
@@ -190,7 +190,12 @@ def test_the_next_token_takes_the_coefficients_as_they_are_now(change, numbers, 
 @torch.no_grad()
 def test_a_device_is_asked_once_whether_one_is_zero(monkeypatch):
     asked = []
-    monkeypatch.setattr(decode, "columns_of", lambda x, look: asked.append(look) or columns_of(x, look=look))
+
+    def recorded(x, find_zeros):
+        asked.append(find_zeros)
+        return make_columns(x, find_zeros=find_zeros)
+
+    monkeypatch.setattr(decode, "make_columns", recorded)
     layer, given = KVShift(G), a_token()
     for _ in range(3):
         layer(**given)

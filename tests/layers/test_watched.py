@@ -64,7 +64,7 @@ def test_gradients_of_each_sample_are_those_of_each_alone(options, asked):
 )
 def test_second_derivatives_are_those_of_transforms(options, bounded, recomputes, asked, monkeypatch):
     """The gradient of a gradient penalty is taken for one tensor at a time, since autograd prunes the graph."""
-    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0} if recomputes else {"cpu": 2**40})
+    monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0} if recomputes else {"cpu": 2**40})
     layer = make(**options)
     where: dict[str, Any] = {}
     if bounded:

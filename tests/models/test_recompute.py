@@ -43,7 +43,7 @@ BUILD: dict[str, Callable[..., PreTrainedModel]] = {
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
+    monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0})
 
 
 def batches():

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kvshift.ops import BACKENDS
-from kvshift.ops.cpu.kernel import cpu_refusal
-from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.cpu.kernel import cpu_unsupported_reason
+from kvshift.ops.triton.call import triton_unsupported_reason
 
 
 def skip_unless_built(backend: str) -> None:
-    refusals = {"cpu": cpu_refusal, "triton": triton_refusal}
+    refusals = {"cpu": cpu_unsupported_reason, "triton": triton_unsupported_reason}
     refusal = refusals[backend](torch.empty(0), 2) if backend in refusals else None
     if refusal is not None:
         pytest.skip(refusal)

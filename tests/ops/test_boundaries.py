@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshift.ops.boundaries import NOTHING, plan_shift
+from kvshift.ops.boundaries import NO_ROW, plan_shift
 
 from ..covering import covering
 from .cases import DTYPES, random_case
@@ -129,7 +129,7 @@ def test_a_plan_names_rows_of_state_from_its_end():
     bounds = torch.tensor([0, 3, 4], dtype=torch.int32)
     mask = torch.tensor([[True, False, True, True]])
     plan = plan_shift(1, 4, 3, 2, torch.device("cpu"), cu_seqlens=bounds, mask=mask, backward=True)
-    no = NOTHING
+    no = NO_ROW
     assert plan.sources.tolist() == [[[0, -3, -4], [no, no, no], [2, 0, -3], [3, -1, -2]]]
     assert plan.next_state.tolist() == [[0, 2, -1, 3]]
     of_state = [[no, no, 0], [no, 0, 2], [no, no, 3], [no, 3, no]]

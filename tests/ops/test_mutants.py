@@ -159,8 +159,8 @@ OF_BOTH: Table = {
             "torch.zeros_like(rank_BT)",
             check_numbered_documents,
         ),
-        "one token emits no state": (RETURN, f"    next_BSR[end_BS - first_BS == 1] = NOTHING\n{RETURN}", check_packs),
-        "no token loses its state": (RETURN, f"    next_BSR[end_BS == first_BS] = NOTHING\n{RETURN}", check_packs),
+        "one token emits no state": (RETURN, f"    next_BSR[end_BS - first_BS == 1] = NO_ROW\n{RETURN}", check_packs),
+        "no token loses its state": (RETURN, f"    next_BSR[end_BS == first_BS] = NO_ROW\n{RETURN}", check_packs),
         "gradient across boundaries": (
             RETURN,
             f"    if readers is not None:\n        readers[:, slots:-1, 1] = position_T[1:]\n{RETURN}",

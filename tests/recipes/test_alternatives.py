@@ -76,7 +76,7 @@ def test_a_reading_by_which_some_run_does_not_learn_leaves_open_whether_it_matte
     given = [replace(one, curve=curve) if one.arm == slow else one for one in given]
     claims = RECIPE.claims(given)
     assert len(claims) == 7
-    half, *_ = (claim for claim in claims if claim.statement.startswith(alternatives._said(reading)))
+    half, *_ = (claim for claim in claims if claim.statement.startswith(alternatives._reading_title(reading)))
     assert half.direction == "not shown"  # three seeds of three are too few
     assert "not reached within 400 steps by 3 of 3 seeds" in half.ours
     which = "ours" if reading is OURS else "this reading"

@@ -20,8 +20,8 @@ from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.language_models import STUDY, lm_figures, lm_tables
 from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
-from kvshift.recipes.language_models.settings import TABLES, Place, arm_at
-from kvshift.recipes.results_pages import published, results_page
+from kvshift.recipes.language_models.settings import TABLES, GridPoint, arm_at
+from kvshift.recipes.results_pages import complete_presets, results_page
 
 from ..lab.study.cases import made_up, ran
 
@@ -30,27 +30,29 @@ LENGTHS = sorted({length for _, length in LOSSES["vanilla"]})
 ALIKE = [0.02, 0.021, 0.019]
 
 
-def made(variant: str, place: Place, loss: float, *, seed: int = 0, rate: float = 8e-3, tunes: bool = False) -> Record:
-    width = {12: 768, 4: 64, 2: 64}[place.layers]
+def made(
+    variant: str, point: GridPoint, loss: float, *, seed: int = 0, rate: float = 8e-3, tunes: bool = False
+) -> Record:
+    width = {12: 768, 4: 64, 2: 64}[point.layers]
     options = {
-        "model": {"num_hidden_layers": place.layers, "hidden_size": width},
-        "data": {"sequence_length": place.length},
+        "model": {"num_hidden_layers": point.layers, "hidden_size": width},
+        "data": {"sequence_length": point.length},
         "optimizer": {"learning_rate": rate},
         "steps": 200,
         "tokens_per_step": 512,
     }
-    arm = arm_at(place, variant)
+    arm = arm_at(point, variant)
     curve = {"step": [100, 200], "loss": [loss + 1, loss]}
     record = made_up(arm, seed, curve=curve, options=options)
     return replace(record, arm=replace(arm, rate=rate), tunes=arm) if tunes else record
 
 
-def seeds(losses: Mapping[str, Sequence[float]], places: Sequence[Place] = (Place(2, 128),)) -> list[Record]:
-    """Return a run for each variant, place and seed, with the given loss above 3 (and 0.1 more for each seed)."""
+def seeds(losses: Mapping[str, Sequence[float]], points: Sequence[GridPoint] = (GridPoint(2, 128),)) -> list[Record]:
+    """Return a run for each variant, grid point and seed, with the given loss above 3 (and 0.1 more for each seed)."""
     return [
-        made(variant, place, 3 + 0.1 * seed + loss, seed=seed)
+        made(variant, point, 3 + 0.1 * seed + loss, seed=seed)
         for variant, each in losses.items()
-        for place in places
+        for point in points
         for seed, loss in enumerate(each)
     ]
 
@@ -59,9 +61,9 @@ def paper_grid(variant: str, flip: float = 1.0) -> list[Record]:
     """Return the paper's cells as tuning runs, and a run per length at one rate; `flip` = -1 reverses their order."""
     found = []
     for (rate, length), loss in LOSSES[variant].items():
-        found.append(made(variant, Place(12, length), flip * loss, seed=1000, rate=rate, tunes=True))
+        found.append(made(variant, GridPoint(12, length), flip * loss, seed=1000, rate=rate, tunes=True))
     lengths = {length for _, length in LOSSES[variant]}
-    return found + [made(variant, Place(12, length), flip * 3.3, rate=2e-3) for length in sorted(lengths)]
+    return found + [made(variant, GridPoint(12, length), flip * 3.3, rate=2e-3) for length in sorted(lengths)]
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -107,17 +109,17 @@ def test_no_run_of_the_laptop_reads_its_text_twice() -> None:
 def test_the_laptop_is_the_paper_at_a_quarter_of_the_length_and_four_times_the_rate() -> None:
     grid, scale = CATALOGUE["tab07"].presets["laptop"].grid, TABLES["laptop"].scale
     assert grid is not None
-    assert {lm_tables._near(rate / scale) for rate in grid.rates} <= set(RATES)
-    assert {place.length * scale for place in TABLES["laptop"].places} <= set(LENGTHS)
+    assert {lm_tables._paper_rate(rate / scale) for rate in grid.rates} <= set(RATES)
+    assert {point.length * scale for point in TABLES["laptop"].points} <= set(LENGTHS)
     paper = CATALOGUE["tab07"].presets["paper"].grid
     assert paper is not None
     assert paper.rates == RATES
-    assert {place.length for place in TABLES["paper"].places} == set(LENGTHS)
+    assert {point.length for point in TABLES["paper"].points} == set(LENGTHS)
 
 
 def test_a_step_has_as_many_tokens_at_every_length() -> None:
     for setting in TABLES.values():
-        configs = [setting.at(place) for place in setting.places]
+        configs = [setting.at(point) for point in setting.points]
         assert {config.batch_size * config.data.sequence_length for config in configs} == {setting.tokens_at_once}
         assert len({config.tokens_per_step for config in configs}) == 1
 
@@ -176,11 +178,11 @@ def test_cells_in_the_opposite_order_correlate_at_minus_one() -> None:
 
 
 def test_the_laptops_cells_stand_beside_those_of_four_times_the_length_and_a_quarter_of_the_rate() -> None:
-    places = [Place(2, 64), Place(2, 128), Place(4, 128)]
-    records = seeds({"vanilla": ALIKE}, places)
+    points = [GridPoint(2, 64), GridPoint(2, 128), GridPoint(4, 128)]
+    records = seeds({"vanilla": ALIKE}, points)
     records += [
-        made("vanilla", place, 3.0 + rate, seed=1000, rate=rate, tunes=True)
-        for place in places
+        made("vanilla", point, 3.0 + rate, seed=1000, rate=rate, tunes=True)
+        for point in points
         for rate in (4e-3, 8e-3)
     ]
     text = lm_tables.side_by_side(records, "vanilla")
@@ -190,11 +192,11 @@ def test_the_laptops_cells_stand_beside_those_of_four_times_the_length_and_a_qua
 
 
 def test_a_cell_that_diverged_says_so_and_is_never_the_best() -> None:
-    place = Place(2, 128)
-    good = made("vanilla", place, 3.5, seed=1000, rate=4e-3, tunes=True)
-    bad = replace(made("vanilla", place, 2.5, seed=1000, rate=8e-3, tunes=True), result={"diverged_at": 7})
+    point = GridPoint(2, 128)
+    good = made("vanilla", point, 3.5, seed=1000, rate=4e-3, tunes=True)
+    bad = replace(made("vanilla", point, 2.5, seed=1000, rate=8e-3, tunes=True), result={"diverged_at": 7})
     assert diverged(bad)
-    assert best_rates([good, bad], least_loss()) == {arm_at(place, "vanilla"): 4e-3}
+    assert best_rates([good, bad], least_loss()) == {arm_at(point, "vanilla"): 4e-3}
     records = [good, bad, *seeds({"vanilla": ALIKE})]
     assert "| 0.008 (0.002) | diverged (3.3605) |" in lm_tables.side_by_side(records, "vanilla")
 
@@ -231,8 +233,8 @@ def test_latent_attention_stands_beside_the_papers_one_rate() -> None:
 
 def test_longer_contexts_are_compared_within_a_depth() -> None:
     records = [
-        made("vanilla", place, loss + 0.1 * seed + 0.01 * seed * (place.length == 64), seed=seed)
-        for place, loss in ((Place(2, 64), 3.2), (Place(2, 128), 3.0), (Place(4, 128), 2.9))
+        made("vanilla", point, loss + 0.1 * seed + 0.01 * seed * (point.length == 64), seed=seed)
+        for point, loss in ((GridPoint(2, 64), 3.2), (GridPoint(2, 128), 3.0), (GridPoint(4, 128), 2.9))
         for seed in range(3)
     ]
     claims = find_recipe("tab06").claims(records)
@@ -264,19 +266,19 @@ def test_whether_queries_change_anything() -> None:
 
 
 def test_the_ablation_asks_four_questions_of_each_depth() -> None:
-    places = [Place(2, 128), Place(4, 128)]
+    points = [GridPoint(2, 128), GridPoint(4, 128)]
     losses = {"kv-shift": [0.0, 0.001, 0.002], "k-shift": ALIKE, "v-shift": ALIKE, "vanilla": [0.05, 0.051, 0.049]}
-    claims = find_recipe("fig07a").claims(seeds(losses, places))
+    claims = find_recipe("fig07a").claims(seeds(losses, points))
     assert [claim.direction for claim in claims] == ["holds"] * 12
     means = [claim for claim in claims if claim.own]
     assert [claim.statement.partition(", ")[0] for claim in means] == ["Mean over 2 places"] * 4
 
 
 def test_the_mean_over_places_is_one_for_each_seed() -> None:
-    places = [Place(2, 128), Place(4, 128)]
+    points = [GridPoint(2, 128), GridPoint(4, 128)]
     records = [
-        made(variant, place, loss, seed=seed)
-        for place, gains in zip(places, ([0.30, 0.10, 0.20], [0.0, 0.21, 0.08]), strict=True)
+        made(variant, point, loss, seed=seed)
+        for point, gains in zip(points, ([0.30, 0.10, 0.20], [0.0, 0.21, 0.08]), strict=True)
         for seed, gain in enumerate(gains)
         for variant, loss in (("kv-shift", 3.0 - gain), ("vanilla", 3.0))
     ]
@@ -285,7 +287,7 @@ def test_the_mean_over_places_is_one_for_each_seed() -> None:
     assert (mean.direction, mean.own) == ("holds", True)  # 0.15, 0.155, 0.14
     assert mean.ours.startswith("KV-shift lower by 0.1483 ")
     assert "after the data had been seen" in mean.note
-    assert find_recipe("tab07").claims(records[:6]) == each[:1]  # a single place has no mean
+    assert find_recipe("tab07").claims(records[:6]) == each[:1]  # a single point has no mean
 
 
 def test_neighbours_have_as_many_parameters_as_kv_shift() -> None:
@@ -344,8 +346,8 @@ def test_figures_are_drawn_from_records(name: str) -> None:
         assert isinstance(job, StudyJob)
         model = job.config.model
         variant = variant_of({**vars(model), "shift_targets": [*(model.shift_targets or ())]})
-        place = Place(model.num_hidden_layers or 0, job.config.data.sequence_length)
-        records.append(made(variant, place, 3 + 0.01 * len(variant), seed=job.seed))
+        point = GridPoint(model.num_hidden_layers or 0, job.config.data.sequence_length)
+        records.append(made(variant, point, 3 + 0.01 * len(variant), seed=job.seed))
     panels = find_recipe(name).plot(records).axes
     if name.startswith("tab"):  # tables have one panel with one vertical axis
         (axes,) = panels
@@ -393,7 +395,7 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
 
 
 def test_the_page_says_what_was_not_run(tmp_path: Path) -> None:
-    text = results_page(published(tmp_path))
+    text = results_page(complete_presets(tmp_path))
     assert "## Not run yet" in text
     assert all(name in text.partition("## Not run yet")[2] for name in CATALOGUE)
     assert "|\n| [" not in text  # no row with a verdict

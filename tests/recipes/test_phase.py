@@ -18,7 +18,7 @@ from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.recipes.phase import phase_search
 from kvshift.recipes.phase import study as phase
-from kvshift.recipes.phase.changes import Changes
+from kvshift.recipes.phase.changes import PhaseChanges
 from kvshift.recipes.phase.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_per_step, tokens_to_level
 
 from ..lab.study.cases import made_up
@@ -171,7 +171,7 @@ def test_where_the_gain_is():
 
 def test_gains_at_each_moment_are_those_of_a_slow_loop():
     given = records(FIVE, LATER, GAINS)
-    changes = Changes(given)
+    changes = PhaseChanges(given)
     moments = changes.moments(2)
     assert [*moments] == [
         "half way to KV-shift's change",
@@ -183,7 +183,7 @@ def test_gains_at_each_moment_are_those_of_a_slow_loop():
         assert [*moments[name].values()] == pytest.approx(expected)
         for loss, part in zip(LOSSES, (1, 2, 0.5, -0.1), strict=True):
             assert changes.gains(2, loss, moments[name]) == pytest.approx([part * gain for gain in GAINS])
-    assert "at vanilla's change" not in Changes(records(FIVE, [*LATER[:4], math.inf], GAINS)).moments(1)
+    assert "at vanilla's change" not in PhaseChanges(records(FIVE, [*LATER[:4], math.inf], GAINS)).moments(1)
     (last,) = [line for line in phase.tables(given).splitlines() if line.startswith("| 2 layers | at the end")]
     assert f"{statistics.fmean(GAINS):+.3f}" in last
 

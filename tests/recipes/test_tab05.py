@@ -9,7 +9,7 @@ import pytest
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes.catalogue import find_recipe
-from kvshift.recipes.language_models.settings import Place, arm_at
+from kvshift.recipes.language_models.settings import GridPoint, arm_at
 from kvshift.recipes.tab05.study import CELLS
 
 from ..lab.study.cases import made_up
@@ -21,17 +21,17 @@ NOW, BEFORE = [0.9, 0.1], [-0.1, 0.5]
 def record(alike: int, seed: int, *, size: str | None = "2.9B") -> Record:
     """Return a run of four layers with five heads: of 20 heads, ten start on the diagonal and `alike` end there."""
 
-    place = Place(4, 128)
+    point = GridPoint(4, 128)
 
     def layers(count: int) -> list[dict[str, list[list[float]]]]:
         values = [NOW if number < count else BEFORE for number in range(20)]
         return [{"alpha": [NOW] * 5, "beta": values[5 * at : 5 * at + 5]} for at in range(4)]
 
     start, end = (coefficient_counts(layers(count)) or {} for count in (10, alike))
-    model = {"size": size, "num_hidden_layers": place.layers}
-    options = {"model": model, "data": {"sequence_length": place.length}, "steps": 200}
+    model = {"size": size, "num_hidden_layers": point.layers}
+    options = {"model": model, "data": {"sequence_length": point.length}, "steps": 200}
     curve = {"step": [100, 200], "loss": [4.0, 3.0], **{name: [start[name], end[name]] for name in start}}
-    return made_up(arm_at(place, "kv-shift"), seed, curve=curve, options=options, coefficients=layers(alike))
+    return made_up(arm_at(point, "kv-shift"), seed, curve=curve, options=options, coefficients=layers(alike))
 
 
 @pytest.mark.parametrize(

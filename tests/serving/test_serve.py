@@ -370,7 +370,7 @@ def test_the_coefficients_of_baichuan_m1_have_other_names(
     model.save_pretrained(run / "model")
     capsys.readouterr()  # discards progress output
     if fault is None:
-        command.require_served(str(run / "model"), str(run / "tokenizer"))
+        command.require_servable(str(run / "model"), str(run / "tokenizer"))
     else:
         assert "model.layers.1.self_attn.conv_v has numbers that are not finite" in refused(capsys, run)
 
@@ -399,9 +399,9 @@ def test_a_model_on_the_hub_is_asked_for_its_small_files(
 HEAVY = ("torch", "transformers", "datasets", "numpy", "vllm")
 CHECKED = """
 import sys, time
-from kvshift.serving.serve import require_served
+from kvshift.serving.serve import require_servable
 from kvshift.lab.runs.model_files import locate
-require_served(*locate(sys.argv[1], print))
+require_servable(*locate(sys.argv[1], print))
 print(time.process_time(), *(name for name in {heavy} if name in sys.modules))
 """
 
@@ -483,7 +483,7 @@ def test_the_reason_of_the_process_that_stopped_first(started: Started, capsys: 
 
     def fail() -> None:
         for _ in range(2):
-            start_fault.keep_start_fault()
+            start_fault.record_start_fault()
         for message, reason in zip(["Unrelated", *start_fault.MESSAGES[::-1]], ["no", "root", "above"], strict=True):
             try:
                 raise ValueError(reason)
@@ -499,7 +499,7 @@ def test_the_reason_of_the_process_that_stopped_first(started: Started, capsys: 
 def test_without_the_command_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(start_fault.FAULT_FILE, raising=False)
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
-    start_fault.keep_start_fault()
+    start_fault.record_start_fault()
     assert logging.getLogger("vllm").handlers == []
 
 

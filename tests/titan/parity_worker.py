@@ -27,7 +27,7 @@ from tests.titan.tiny import ROWS, TINY_LLAMA, tiny_trainer_config
 
 from torchtitan.distributed.context_parallel import api as context_parallel  # isort: skip  # after on_cpu
 
-from kvshift.integrations.titan.shifted_gqa import TitanShift, shifts_of  # isort: skip  # imports torchtitan
+from kvshift.integrations.titan.shifted_gqa import TitanShift, find_shifts  # isort: skip  # imports torchtitan
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -190,7 +190,7 @@ def run(folder: Path, model: str, given: dict[str, Any], sabotage: Sequence[Sabo
             dist.all_gather_object(found["traffic"], traffic)
             for breaks in (*sabotage, nothing) if sabotage else ():  # the last step is correct again
                 with ExitStack() as broken:
-                    for patched in breaks(shifts_of(trainer.model_parts)):
+                    for patched in breaks(find_shifts(trainer.model_parts)):
                         broken.enter_context(patched)
                     found[breaks.__name__] = difference(step(trainer), saved["gradients"])
     dist.barrier()
@@ -231,8 +231,8 @@ def documents_ignored(shifts: list[TitanShift]) -> list[Any]:
 
 
 def wrong_neighbour(shifts: list[TitanShift]) -> list[Any]:
-    stock = halo._held_chunks
-    return [patch.object(halo, "_held_chunks", lambda rank, size, layout: stock(size - 1 - rank, size, layout))]
+    stock = halo._chunks_of_rank
+    return [patch.object(halo, "_chunks_of_rank", lambda rank, size, layout: stock(size - 1 - rank, size, layout))]
 
 
 def nothing(shifts: list[TitanShift]) -> list[Any]:

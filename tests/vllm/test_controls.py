@@ -13,7 +13,7 @@ import torch
 
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages
 from kvshift.models.llama import KVShiftLlamaForCausalLM
-from kvshift.ops.boundaries import NOTHING
+from kvshift.ops.boundaries import NO_ROW
 
 from .engines import Engine, different, drawn, engine
 
@@ -32,7 +32,7 @@ def read_before_write(metadata: PagedShiftMetadata, batch: Any, pages: Pages) ->
 
 def read_after_write(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
     """Rows are read after writing: a piece that wraps around the ring has overwritten the rows that it continues."""
-    written = metadata.sources[..., None] + pages.count == metadata.kept
+    written = metadata.sources[..., None] + pages.count == metadata.stored_rows
     sources = torch.where(written.any(-1), written.int().argmax(-1), metadata.sources)
     return replace(metadata, sources=sources.int())
 
@@ -42,13 +42,13 @@ def no_rows_for_hits(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> 
     begins = batch.query_start_loc[: batch.num_reqs + 1]
     at_block = (batch.seq_lens[: batch.num_reqs] - begins.diff()) % pages.tokens == 0
     sources = metadata.sources.clone()
-    sources[0, begins[:-1][at_block], 1:] = NOTHING
+    sources[0, begins[:-1][at_block], 1:] = NO_ROW
     return replace(metadata, sources=sources)
 
 
 def nothing_kept(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
     """Every piece begins as if it were the first of its sequence."""
-    return replace(metadata, sources=metadata.sources.where(metadata.sources >= 0, NOTHING))
+    return replace(metadata, sources=metadata.sources.where(metadata.sources >= 0, NO_ROW))
 
 
 FAULTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -70,10 +70,12 @@ def assert_caught(fault: Any, options: dict[str, Any], folder: Path, monkeypatch
     model: Any = KVShiftLlamaForCausalLM.from_pretrained(folder).eval()
     with engine(folder, **options) as running:
         right = answers(running)
-        of = PagedShiftMetadata.of
-        monkeypatch.setattr(
-            PagedShiftMetadata, "of", lambda batch, pages, window: fault(of(batch, pages, window), batch, pages)
-        )
+        stock = PagedShiftMetadata.from_batch
+
+        def faulty(batch, pages, window):
+            return fault(stock(batch, pages, window), batch, pages)
+
+        monkeypatch.setattr(PagedShiftMetadata, "from_batch", faulty)
         running.llm.reset_prefix_cache()
         wrong = answers(running)
     assert different(model, right) == []

@@ -108,7 +108,7 @@ class Decoding:
             seq_lens=self.seq_lens,
             block_table_tensor=self.block_table,
         )
-        uniform = UniformBatch.of(batch, self.pages)
+        uniform = UniformBatch.from_batch(batch, self.pages)
         assert uniform is not None
         self.served.weights  # noqa: B018  # computed at start
         self.graph = self.make_graph()
@@ -140,7 +140,7 @@ class Decoding:
     def shift(self, pieces: list[tuple[Sequence, int]], kv: Tensor, cache: Tensor) -> Tensor:
         """Return keys and values shifted by `shift_batch`."""
         written = torch.full_like(kv, torch.nan)
-        metadata = PagedShiftMetadata.of(batch_of(pieces), self.pages, self.layer.options.window)
+        metadata = PagedShiftMetadata.from_batch(batch_of(pieces), self.pages, self.layer.options.window)
         self.layer.shift_batch(kv, written, cache, metadata)
         return written
 
@@ -290,14 +290,14 @@ def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(paged_shift, "shift_keys_values", shift_with_a_plan)
     with step.capture():
-        metadata = PagedShiftMetadata.of(batch, pages, window=2)
+        metadata = PagedShiftMetadata.from_batch(batch, pages, window=2)
     with plan.capture():
-        metadata.plan, metadata.own, metadata.is_kept  # noqa: B018  # computed by the first layer for all layers
+        metadata.plan, metadata.write_rows, metadata.is_stored  # noqa: B018  # computed by the first layer for all layers
     with shift.capture():
         layer.shift_batch(kv, torch.empty_like(kv), cache, metadata)
     monkeypatch.setattr(paged_shift, "decode_kernel", lambda: uniform.recording(defaultdict(lambda: print)))
     with uniform.capture():
-        described = UniformBatch.of(batch, pages)
+        described = UniformBatch.from_batch(batch, pages)
         assert described is not None
         layer.shift_uniform(kv, torch.empty_like(kv), cache, described, pages)
     assert [name for name, _ in shift.operations] == [
@@ -323,7 +323,7 @@ def test_pieces_of_one_length_are_a_uniform_batch(change: dict[str, int], taken:
     batch = one_token_each(SEQUENCES, torch.device("cpu"))
     vars(batch).update(change)
     pages = Pages(tokens=BLOCK, rows=1, stride=BLOCK + 1, count=100)
-    assert (UniformBatch.of(batch, pages) is not None) is taken
+    assert (UniformBatch.from_batch(batch, pages) is not None) is taken
 
 
 def one_token_each(sequences: int, device: torch.device) -> Any:
@@ -366,7 +366,7 @@ def test_the_kernel_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     for window in (2, 5):
         layer = make_paged_shift(monkeypatch, torch.bfloat16, window=window)
         layer.path = "triton"
-        assert layer.takes_uniform
+        assert layer.supports_uniform
 
 
 @interpreted
@@ -378,11 +378,11 @@ def test_a_wrong_kernel_is_not_taken(name: str, tmp_path: Path, monkeypatch: pyt
     layer = make_paged_shift(monkeypatch, torch.float32)
     layer.path = "triton"
     with pytest.warns(RuntimeWarning, match="the kernel for decoding fails its self-test on cpu"):
-        assert not layer.takes_uniform
+        assert not layer.supports_uniform
     monkeypatch.setattr(decode_check, "_VERDICTS", {})
     monkeypatch.setattr(self_test, "_SWITCH", "0")
     assert decode_check.passes_decode_check(layer)
 
 
 def test_a_cpu_takes_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not make_paged_shift(monkeypatch, torch.float32).takes_uniform
+    assert not make_paged_shift(monkeypatch, torch.float32).supports_uniform

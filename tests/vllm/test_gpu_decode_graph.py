@@ -61,7 +61,7 @@ class DecodingOnDevice(Decoding):
     def shift(self, pieces: list[tuple[Sequence, int]], kv: Tensor, cache: Tensor) -> Tensor:
         if cache is self.expected_cache:
             return super().shift(pieces, kv, cache)
-        metadata = PagedShiftMetadata.of(there(batch_of(pieces)), self.pages, self.layer.options.window)
+        metadata = PagedShiftMetadata.from_batch(there(batch_of(pieces)), self.pages, self.layer.options.window)
         written = torch.full_like(kv, torch.nan, device=DEVICE)
         self.served.shift_batch(kv.to(DEVICE), written, cache, metadata)
         return written.cpu()
@@ -85,4 +85,4 @@ def test_the_kernel_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     for window in (2, 5):
         layer = make_paged_shift(monkeypatch, torch.bfloat16, window=window).to(DEVICE)
         assert layer.path == "triton"
-        assert layer.takes_uniform
+        assert layer.supports_uniform

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages
 from kvshift.models.llama import KVShiftLlamaForCausalLM
-from kvshift.ops.boundaries import NOTHING
+from kvshift.ops.boundaries import NO_ROW
 
 from .engines import count, different, drawn, engine
 from .test_controls import assert_caught
@@ -65,9 +65,9 @@ def test_all_at_once(name: str, blocks: int, checkpoint: Checkpoint) -> None:
 def one_row(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
     """A fault: drafts overwrite the row that is read after they are rejected."""
     first_of_page = (metadata.sources + pages.count) // pages.rows * pages.rows - pages.count
-    sources = metadata.sources.where((metadata.sources >= 0) | (metadata.sources == NOTHING), first_of_page)
-    kept = metadata.kept.where(metadata.kept < 0, metadata.kept // pages.rows * pages.rows)
-    return replace(metadata, sources=sources, kept=kept)
+    sources = metadata.sources.where((metadata.sources >= 0) | (metadata.sources == NO_ROW), first_of_page)
+    kept = metadata.stored_rows.where(metadata.stored_rows < 0, metadata.stored_rows // pages.rows * pages.rows)
+    return replace(metadata, sources=sources, stored_rows=kept)
 
 
 def test_a_state_not_restored_after_a_rejection_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_graphs_hold_uniform_batches_where_their_shift_is_one_launch(
 def a_shift(one_launch: bool) -> PagedShift:
     shift = PagedShift.__new__(PagedShift)
     torch.nn.Module.__init__(shift)
-    shift.takes_uniform = one_launch
+    shift.supports_uniform = one_launch
     return shift
 
 
@@ -132,7 +132,7 @@ def test_metadata_of_one_launch_are_the_tensors_of_the_batch(batch: Any) -> None
 def test_metadata_have_the_rows_beside_their_own(batch: Any) -> None:
     metadata = builder_for(PAGES).build(0, batch)
     assert metadata.prefix == 0
-    assert metadata.kv_shift.kept.tolist() == [5 * 33, 7 * 33]
+    assert metadata.kv_shift.stored_rows.tolist() == [5 * 33, 7 * 33]
     assert metadata.kv_shift.sources.tolist() == [[[0, 5 * 33 - 1_000], [1, 6 * 33 - 1_000]]]
 
 

@@ -84,7 +84,7 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
                 continue
             kv = torch.cat([one.raw[one.computed : one.computed + count] for one, count in pieces])
             wide = torch.cat([torch.randn(len(kv), 7).to(dtype), kv], dim=1)  # queries come first
-            metadata = PagedShiftMetadata.of(batch_of(pieces), pages, lags + 1)
+            metadata = PagedShiftMetadata.from_batch(batch_of(pieces), pages, lags + 1)
             steps_of_one_token += all(count == 1 for _, count in pieces)
             written = torch.full_like(kv, torch.nan)
             layer.shift_batch(wide[:, 7:], written, raw_rows, metadata)

@@ -27,7 +27,7 @@ from kvshift.lab.core.environment import environment, installed_versions
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.options import Meaning, option_names, options_hash
 from kvshift.lab.runs.folder import RunFolder
-from kvshift.ops.cpu.kernel import cpu_refusal
+from kvshift.ops.cpu.kernel import cpu_unsupported_reason
 
 __all__ = ["BenchConfig", "bench"]
 
@@ -110,7 +110,7 @@ def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, A
     options = {name: value for name, value in vars(config).items() if name not in free}
     options |= {"memory_kept": kept, "backend": os.environ.get("KVSHIFT_BACKEND", "auto")}
     others = installed_versions(("triton", "flash-linear-attention", "causal-conv1d"))
-    refusal = cpu_refusal(torch.empty(0), 2)
+    refusal = cpu_unsupported_reason(torch.empty(0), 2)
     return {
         "config_hash": options_hash(BenchConfig, options),
         "options": options,

@@ -53,18 +53,18 @@ class Implementation:
         run: executes one call; the number chooses among sets of inputs. None: memory is measured, but not time.
         check: compares the implementation with the reference before it is timed; "problem" describes a mismatch, or is
             None; all other items go into the row.
-        moved: minimum number of bytes that a call must read and write; 0: unknown.
+        moved_bytes: minimum number of bytes that a call must read and write; 0: unknown.
         per_call: number of units in a call, such as tokens, by which its time is divided.
-        resident: bytes of weights and optimizer that are allocated all the time.
+        resident_bytes: bytes of weights and optimizer that are allocated all the time.
         saved: returns the number of bytes saved for the backward pass.
         facts: further fields of its row.
     """
 
     run: Callable[[int], object] | None
     check: Callable[[], Mapping[str, Any]] | None = None
-    moved: int = 0
+    moved_bytes: int = 0
     per_call: int = 1
-    resident: int = 0
+    resident_bytes: int = 0
     saved: Callable[[], int] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -164,12 +164,12 @@ def _timing(implementation: Implementation, times: Times, baseline: Times | None
 
 def _bandwidth(implementation: Implementation, times: Times, copy: Implementation | None, copied: Times | None) -> Row:
     """Return the bandwidth in GB/s for the bytes that must move, and its share of the baseline's if that is known."""
-    if not implementation.moved:
+    if not implementation.moved_bytes:
         return {}
-    speed = implementation.moved / quartiles(times.seconds).median / 1e9
-    row: Row = {"moved_bytes": implementation.moved, "gb_per_second": speed}
-    if copy is not None and copy.moved and copied is not None and copied.failure is None:
-        row["of_copy"] = speed / (copy.moved / quartiles(copied.seconds).median / 1e9)
+    speed = implementation.moved_bytes / quartiles(times.seconds).median / 1e9
+    row: Row = {"moved_bytes": implementation.moved_bytes, "gb_per_second": speed}
+    if copy is not None and copy.moved_bytes and copied is not None and copied.failure is None:
+        row["of_copy"] = speed / (copy.moved_bytes / quartiles(copied.seconds).median / 1e9)
     return row
 
 
@@ -187,5 +187,5 @@ def _memory(implementation: Implementation, device: torch.device) -> Row:
     if implementation.saved is not None:
         row["saved_bytes"] = implementation.saved()
     if implementation.run is not None:
-        row["peak_bytes"] = implementation.resident + peak_bytes(functools.partial(implementation.run, 0), device)
+        row["peak_bytes"] = implementation.resident_bytes + peak_bytes(functools.partial(implementation.run, 0), device)
     return row

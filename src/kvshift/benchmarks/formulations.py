@@ -20,7 +20,7 @@ from kvshift.ops import BACKENDS, kv_shift
 from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import shared_plans
 from kvshift.ops.rope import half_tables, rotate_half
-from kvshift.ops.triton.call import shift_triton, triton_refusal
+from kvshift.ops.triton.call import shift_triton, triton_unsupported_reason
 
 Pair = tuple[Tensor, Tensor]
 Table = tuple[Tensor, Tensor]
@@ -54,7 +54,7 @@ class Formulation:
     left_out: str | None = None
 
 
-def ours(backend: str, **boundaries: Any) -> Function:
+def kv_shift_function(backend: str, **boundaries: Any) -> Function:
     """Return `kv_shift` as a user calls it, with k and v together."""
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
@@ -80,8 +80,12 @@ def _with_boundaries(k: Tensor) -> list[Formulation]:
         Formulation(name=f"kv_shift, {name}{suffix}", function=function, computes=computes, boundaries=boundaries)
         for name, boundaries in found.items()
         for suffix, function, computes in (
-            ("", ours("auto", **boundaries), f"kv_shift with {name}"),
-            (", plan kept", _in_a_later_layer(ours("auto", **boundaries)), f"kv_shift with {name}, its plan kept"),
+            ("", kv_shift_function("auto", **boundaries), f"kv_shift with {name}"),
+            (
+                ", plan kept",
+                _in_a_later_layer(kv_shift_function("auto", **boundaries)),
+                f"kv_shift with {name}, its plan kept",
+            ),
         )
     ]
 
@@ -97,7 +101,7 @@ def _in_a_later_layer(function: Function) -> Function:
     return shift
 
 
-def twice(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
+def on_keys_and_values(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
     """Return a function of k and v that applies a function of one tensor to each."""
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
@@ -136,22 +140,26 @@ def per_head(grad: Tensor, heads: int) -> Tensor:
 _NOT_COMPILED = "torch.compile is not measured: preset smoke or --no-compile"
 
 
-def without(k: Tensor, compiled: bool) -> list[Formulation]:
+def formulations_without_rotary(k: Tensor, compiled: bool) -> list[Formulation]:
     """Return all formulations for tensors like k, (B, T, G, D), without a rotary embedding; plain ones first."""
-    plain = Formulation(name="pad, multiply, add", function=twice(pad_multiply_add), weights=cast, roundings=3)
-    shift = Formulation(name="kv_shift", function=ours("auto"))
+    plain = Formulation(
+        name="pad, multiply, add", function=on_keys_and_values(pad_multiply_add), weights=cast, roundings=3
+    )
+    shift = Formulation(name="kv_shift", function=kv_shift_function("auto"))
     found = [
-        Formulation(name="appendix M", function=twice(appendix_m), weights=cast, roundings=3),
+        Formulation(name="appendix M", function=on_keys_and_values(appendix_m), weights=cast, roundings=3),
         plain,
         _by_compiler(plain, compiled),
-        *_others(k),
+        *_other_packages(k),
         shift,
         *_with_boundaries(k),
     ]
     for backend in BACKENDS:
         if backend not in ("auto", "reference"):
-            refusal = _refusal(backend, k)
-            found.append(Formulation(name=f"kv_shift, {backend}", function=ours(backend), left_out=refusal))
+            refusal = _unsupported_reason(backend, k)
+            found.append(
+                Formulation(name=f"kv_shift, {backend}", function=kv_shift_function(backend), left_out=refusal)
+            )
     return _left_out_last([*found, _by_compiler(shift, compiled)])
 
 
@@ -166,7 +174,7 @@ def _left_out_last(found: list[Formulation]) -> list[Formulation]:
     return sorted(found, key=lambda one: (one.left_out is not None, one.left_out == _NOT_COMPILED))
 
 
-def _refusal(backend: str, k: Tensor) -> str | None:
+def _unsupported_reason(backend: str, k: Tensor) -> str | None:
     """Return why a backend does not take tensors like k, or None if it does."""
     if backend == "triton" and not k.is_cuda:  # Triton's interpreter would accept them
         return "needs a CUDA device"
@@ -179,7 +187,7 @@ def _refusal(backend: str, k: Tensor) -> str | None:
     return None
 
 
-def _others(k: Tensor) -> list[Formulation]:
+def _other_packages(k: Tensor) -> list[Formulation]:
     """Return the depthwise convolutions of width 2 and the token shift of other packages."""
 
     def refusal(package: str) -> str | None:
@@ -189,7 +197,7 @@ def _others(k: Tensor) -> list[Formulation]:
 
     convolution = Formulation(
         name="causal-conv1d",
-        function=twice(_causal_conv1d),
+        function=on_keys_and_values(_causal_conv1d),
         weights=per_channel,
         coefficient_grad=per_head,
         roundings=3,
@@ -199,10 +207,10 @@ def _others(k: Tensor) -> list[Formulation]:
     of_fla: dict[str, Any] = {"left_out": refusal("fla")}
     return [
         convolution,
-        replace(convolution, name="fla ShortConvolution", function=twice(_short_convolution), **of_fla),
+        replace(convolution, name="fla ShortConvolution", function=on_keys_and_values(_short_convolution), **of_fla),
         Formulation(
             name="fla token_shift",
-            function=twice(_token_shift),
+            function=on_keys_and_values(_token_shift),
             weights=cast,
             roundings=3,
             fixed=(-1.0, 1.0),
@@ -246,7 +254,7 @@ def rotary_tables(length: int, size: int, dtype: torch.dtype, device: torch.devi
     return half_tables(*whole)
 
 
-def rotary_then(function: Function, table: Table) -> Function:
+def then_rotate(function: Function, table: Table) -> Function:
     """Return `function` followed by a separate rotation of k."""
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
@@ -256,7 +264,7 @@ def rotary_then(function: Function, table: Table) -> Function:
     return shift
 
 
-def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
+def formulations_with_rotary(table: Table, compiled: bool) -> list[Formulation]:
     """Return the formulations of shift and rotary embedding; the first, without a shift, is their lower bound."""
 
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
@@ -264,18 +272,20 @@ def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
 
     alone = Formulation(
         name="rotary embedding, v copied",
-        function=rotary_then(unshifted, table),
+        function=then_rotate(unshifted, table),
         roundings=4,
         fixed=(1.0, 0.0),
         computes="no shift",
     )
-    both = Formulation(name="kv_shift, then rotary", function=rotary_then(ours("auto"), table), roundings=4)
-    refusal = triton_refusal(table[0], 2) if table[0].is_cuda else "needs a CUDA device"
-    launches = [replace(one, left_out=refusal) for one in in_one_launch(table)]
+    both = Formulation(
+        name="kv_shift, then rotary", function=then_rotate(kv_shift_function("auto"), table), roundings=4
+    )
+    refusal = triton_unsupported_reason(table[0], 2) if table[0].is_cuda else "needs a CUDA device"
+    launches = [replace(one, left_out=refusal) for one in fused_formulations(table)]
     return _left_out_last([alone, both, _by_compiler(alone, compiled), _by_compiler(both, compiled), *launches])
 
 
-def in_one_launch(table: Table) -> list[Formulation]:
+def fused_formulations(table: Table) -> list[Formulation]:
     """Return the formulations by the Triton kernel of attention layers, without and with the shift."""
     cos, sin = (part.squeeze(2) for part in table)
     half = cos.shape[2] // 2

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshift.benchmarks.cases import Case, Implementation, Session
 from kvshift.benchmarks.presets import ModelSize
-from kvshift.benchmarks.twins import SLICE, exactly, far_off, gradients, shifting_by
+from kvshift.benchmarks.twins import SLICE, compare_tensors, gradients, to_reference, use_backend
 from kvshift.lab.plan.cost import count_parameters, training_memory
 from kvshift.layers import param_groups
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM
@@ -80,9 +80,9 @@ def _case(
     names: Sequence[str] = (),
 ) -> Case:
     fields = model_fields(size)
-    if size.as_fits and part == "train":
+    if size.fit_memory and part == "train":
         fields["num_hidden_layers"] = _fitting_layers(session, size, fields)
-    elif size.as_fits and session.layers is not None:
+    elif size.fit_memory and session.layers is not None:
         fields["num_hidden_layers"] = min(session.layers, fields["num_hidden_layers"])
     names = names or implementations(fields)
     shape = [1, size.tokens] if part == "decode" else [size.batch, size.length]
@@ -96,13 +96,13 @@ def _case(
         def implementation(name: str) -> Implementation:
             model = build_llama(name, fields, size.dtype, session.device)
             if compiled and name == PLAIN:
-                shifting_by("eager", model)
+                use_backend("eager", model)
             if weights:
                 model.load_state_dict(weights, strict=False)
             else:
                 weights.update(model.state_dict())
             made = make(model)
-            return _by_plain_operations(made) if name == PLAIN and not compiled else made
+            return _with_eager_backend(made) if name == PLAIN and not compiled else made
 
         return {name: functools.partial(implementation, name) for name in names}
 
@@ -117,7 +117,7 @@ def _case(
     )
 
 
-def _by_plain_operations(made: Implementation) -> Implementation:
+def _with_eager_backend(made: Implementation) -> Implementation:
     """Return the implementation as under KVSHIFT_BACKEND=eager; all else, such as recomputation, is unchanged."""
     eager: Any = patch.object(dispatch, "_AUTO", "eager")
     return replace(made, run=eager(made.run), check=eager(made.check))
@@ -141,11 +141,11 @@ def build_llama(
     return model.to(dtype)
 
 
-def _exact(model: Any) -> Any:
+def _reference_model(model: Any) -> Any:
     """Return our model in float64 with the reference shift and the weights of `model`, which may be transformers'."""
     fields = {name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "dtype")}
     with model.device:
-        exact = exactly(KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**{"shift_targets": (), **fields})))
+        exact = to_reference(KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**{"shift_targets": (), **fields})))
     exact.load_state_dict(model.state_dict())
     return exact.double().train(model.training)  # the coefficients of a checkpoint load in float32
 
@@ -185,7 +185,7 @@ def _training(session: Session, size: ModelSize, *, compiled: bool) -> Make:
         def check() -> dict[str, Any]:
             labels = torch.full_like(ids, -100)
             labels[SLICE] = ids[SLICE]
-            exact = _exact(model)
+            exact = _reference_model(model)
             names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             results = []
             for path, tokens, targets in ((call, ids, labels), (exact, ids[SLICE], labels[SLICE])):
@@ -193,7 +193,7 @@ def _training(session: Session, size: ModelSize, *, compiled: bool) -> Make:
                 loss.backward()
                 owner = model if path is call else exact
                 results.append({"loss": loss.detach(), **gradients(owner, names)})
-            return far_off(results[0], results[1], size.dtype)
+            return compare_tensors(results[0], results[1], size.dtype)
 
         def step(_: int) -> None:
             call(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -201,7 +201,7 @@ def _training(session: Session, size: ModelSize, *, compiled: bool) -> Make:
             optimizer.zero_grad()
 
         weights = sum(parameter.nbytes for parameter in model.parameters())
-        return Implementation(run=step, check=check, resident=3 * weights)
+        return Implementation(run=step, check=check, resident_bytes=3 * weights)
 
     return make
 
@@ -220,7 +220,9 @@ def _prefill(session: Session, size: ModelSize) -> Make:
             few = ids[SLICE]
             last = few.shape[1] - 1
             found = logits_at(model, ids, last)[SLICE[0]]
-            return far_off({"logits": found}, {"logits": logits_at(_exact(model), few, last)}, size.dtype)
+            return compare_tensors(
+                {"logits": found}, {"logits": logits_at(_reference_model(model), few, last)}, size.dtype
+            )
 
         return Implementation(run=lambda _: logits_at(model, ids, ids.shape[1] - 1), check=check)
 
@@ -243,8 +245,8 @@ def _decoding(size: ModelSize, **more: Any) -> Make:
             out = model.generate(prompt, **options, output_logits=True, return_dict_in_generate=True)
             found = torch.stack(out.logits, dim=1)
             with torch.no_grad():  # the exact model reads the generated tokens
-                exact = _exact(model)(input_ids=out.sequences[:, :-1], use_cache=False).logits
-            return far_off({"logits": found}, {"logits": exact[:, _PROMPT - 1 :]}, size.dtype)
+                exact = _reference_model(model)(input_ids=out.sequences[:, :-1], use_cache=False).logits
+            return compare_tensors({"logits": found}, {"logits": exact[:, _PROMPT - 1 :]}, size.dtype)
 
         return Implementation(run=lambda _: model.generate(prompt, **options), check=check, per_call=size.tokens)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvshift.benchmarks.cases import Case, Implementation, Session
 from kvshift.benchmarks.presets import LayerSize
 from kvshift.benchmarks.saved import bytes_saved
-from kvshift.benchmarks.twins import SLICE, exactly, far_off
+from kvshift.benchmarks.twins import SLICE, compare_tensors, to_reference
 from kvshift.layers import KVShiftAttention, ShiftOptions
 
 _TARGETS: dict[str, tuple[Any, ...]] = {"without shift": (), "kv shift": ("k", "v")}
@@ -82,11 +82,11 @@ def _implementation(layer: KVShiftAttention, x: Tensor, grad: Tensor, backward: 
         return found
 
     def check() -> dict[str, Any]:
-        exact = exactly(copy.deepcopy(layer))
+        exact = to_reference(copy.deepcopy(layer))
         few, cut = x.detach()[SLICE].double().requires_grad_(), torch.zeros_like(grad)
         cut[SLICE] = grad[SLICE]
         wanted = results(exact, few, cut[SLICE].double(), dict(exact.named_parameters()))
-        return far_off(results(call, x, cut, names), wanted, x.dtype)
+        return compare_tensors(results(call, x, cut, names), wanted, x.dtype)
 
     def run_forward(_: int) -> None:
         with torch.no_grad():

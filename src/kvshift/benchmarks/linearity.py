@@ -23,7 +23,7 @@ def sweep_cases(session: Session) -> Iterator[Case]:
                 batch, length, heads, size = (*sweep.base[:at], value, *sweep.base[at + 1 :])
                 shape = (batch, length, heads, size)
                 case = shift_case(
-                    session, "sweep", shape, dtype, "forward and backward", ours_alone=True, axis=axis, value=value
+                    session, "sweep", shape, dtype, "forward and backward", only_kv_shift=True, axis=axis, value=value
                 )
                 yield replace(case, name=f"{axis}: {case.name}")  # the base shape occurs once for each axis
 

@@ -20,13 +20,20 @@ import torch
 from torch import Tensor
 
 from kvshift.benchmarks.cases import Case, Implementation, LeftOutError, Session
-from kvshift.benchmarks.formulations import Formulation, Table, ours, rotary_tables, with_rotary, without
+from kvshift.benchmarks.formulations import (
+    Formulation,
+    Table,
+    formulations_with_rotary,
+    formulations_without_rotary,
+    kv_shift_function,
+    rotary_tables,
+)
 from kvshift.benchmarks.parity import check_formulation
 from kvshift.benchmarks.saved import bytes_saved
 
 COPY = "copy of k and v"
 _PASSES = {"forward": 2, "forward and backward": 5}  # bytes moved / bytes of k and v
-_MOST_SETS = 32
+_MAX_SETS = 32
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def shift_case(
     what: str,
     *,
     rotary: bool = False,
-    ours_alone: bool = False,
+    only_kv_shift: bool = False,
     **facts: Any,
 ) -> Case:
     """Return the case of all implementations at one shape, with a copy as the baseline.
@@ -64,7 +71,7 @@ def shift_case(
         shape: (B, T, G, D) of k and of v.
         what: "forward" or "forward and backward".
         rotary: include the rotary embedding of k.
-        ours_alone: measure only `kv_shift` and the copy.
+        only_kv_shift: measure only `kv_shift` and the copy.
         facts: further fields of the rows.
     """
     name = f"{shape} {_short(dtype)} {what}" + (", rotary" if rotary else "")
@@ -74,16 +81,18 @@ def shift_case(
         sets = _inputs(shape, dtype, session.device)
         table = rotary_tables(shape[1], shape[3], dtype, session.device) if rotary else None
         if table is not None:
-            formulations = with_rotary(table, session.compiled)
-        elif ours_alone:
-            formulations = [Formulation(name="kv_shift", function=ours("auto"))]
+            formulations = formulations_with_rotary(table, session.compiled)
+        elif only_kv_shift:
+            formulations = [Formulation(name="kv_shift", function=kv_shift_function("auto"))]
         else:
-            formulations = without(sets[0].k, session.compiled)
-        moved = 2 * sets[0].k.nbytes
-        implementations: dict[str, Callable[[], Implementation]] = {COPY: functools.partial(_copy, sets, 2 * moved)}
+            formulations = formulations_without_rotary(sets[0].k, session.compiled)
+        moved_bytes = 2 * sets[0].k.nbytes
+        implementations: dict[str, Callable[[], Implementation]] = {
+            COPY: functools.partial(_copy, sets, 2 * moved_bytes)
+        }
         for formulation in formulations:
             implementations[formulation.name] = functools.partial(
-                _implementation, formulation, sets, dtype, what, _PASSES[what] * moved, table
+                _implementation, formulation, sets, dtype, what, _PASSES[what] * moved_bytes, table
             )
         return implementations
 
@@ -98,7 +107,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     count = 1
     if device.type == "cuda":
         cache = torch.cuda.get_device_properties(device).L2_cache_size
-        count = min(_MOST_SETS, max(2, math.ceil(3 * cache / (2 * size)) + 1))
+        count = min(_MAX_SETS, max(2, math.ceil(3 * cache / (2 * size)) + 1))
     generator = torch.Generator(device).manual_seed(0)
 
     def draw() -> Tensor:
@@ -117,16 +126,16 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     ]
 
 
-def _copy(sets: list[_Inputs], moved: int) -> Implementation:
+def _copy(sets: list[_Inputs], moved_bytes: int) -> Implementation:
     def run(number: int) -> None:
         chosen = sets[number % len(sets)]
         chosen.target.copy_(chosen.source)
 
-    return Implementation(run=run, moved=moved)
+    return Implementation(run=run, moved_bytes=moved_bytes)
 
 
 def _implementation(
-    formulation: Formulation, sets: list[_Inputs], dtype: torch.dtype, what: str, moved: int, table: Table | None
+    formulation: Formulation, sets: list[_Inputs], dtype: torch.dtype, what: str, moved_bytes: int, table: Table | None
 ) -> Implementation:
     if formulation.left_out is not None:
         raise LeftOutError(formulation.left_out)
@@ -163,7 +172,7 @@ def _implementation(
     return Implementation(
         run=run_both if backward else run_forward,
         check=check,
-        moved=moved,
+        moved_bytes=moved_bytes,
         saved=saved if backward else None,
         facts=facts,
     )

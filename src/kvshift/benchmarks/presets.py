@@ -50,7 +50,7 @@ class ModelSize:
         fields: fields of the configuration, which override those of `size`.
         batch, length: number of sequences and their length, in a training step and in a prefill.
         tokens: number of tokens to decode after a prompt of 16.
-        as_fits: whether to reduce the number of layers to fit in the memory of the device.
+        fit_memory: whether to reduce the number of layers to fit in the memory of the device.
     """
 
     name: str
@@ -60,7 +60,7 @@ class ModelSize:
     length: int
     tokens: int
     dtype: torch.dtype = torch.float32
-    as_fits: bool = False
+    fit_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ PRESETS: MappingProxyType[PresetName, Preset] = MappingProxyType(
             ),
             models=(
                 ModelSize(
-                    name="2.9B", size="2.9B", batch=2, length=4096, tokens=64, dtype=torch.bfloat16, as_fits=True
+                    name="2.9B", size="2.9B", batch=2, length=4096, tokens=64, dtype=torch.bfloat16, fit_memory=True
                 ),
                 ModelSize(name="0.2B", size="0.2B", batch=8, length=4096, tokens=64, dtype=torch.bfloat16),
             ),

@@ -37,7 +37,7 @@ class RowFile:
             LabError: an existing row differs in one of those five fields.
         """
         self._path, self._stamp = path, stamp
-        self.rows = _whole_cases(path)
+        self.rows = _complete_cases(path)
         for row in self.rows:
             for name in _SAME:
                 if row.get(name) != stamp[name]:
@@ -60,7 +60,7 @@ class RowFile:
         self.rows += stamped
 
 
-def _whole_cases(path: Path) -> list[Row]:
+def _complete_cases(path: Path) -> list[Row]:
     """Return the rows of complete cases; remove from the file those of an incomplete case, left by a killed run."""
     if not path.exists():
         return []

@@ -22,12 +22,12 @@ SLICE = (slice(0, 2), slice(0, 32))  # rows, positions
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-def exactly(module: Any) -> Any:
+def to_reference(module: Any) -> Any:
     """Convert a module to float64 and its shifts to the reference, in place."""
-    return shifting_by("reference", module.double())
+    return use_backend("reference", module.double())
 
 
-def shifting_by(backend: str, module: Any) -> Any:
+def use_backend(backend: str, module: Any) -> Any:
     """Make every shift of a module use one backend, without recomputation in backward; in place."""
     for part in module.modules():
         if isinstance(part, KVShift):
@@ -35,7 +35,7 @@ def shifting_by(backend: str, module: Any) -> Any:
     return module
 
 
-def far_off(found: Mapping[str, Tensor], exact: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+def compare_tensors(found: Mapping[str, Tensor], exact: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
     """Return "problem", the first tensor whose error relative to its norm is too large, and "worst_error", the largest.
 
     The error of a tensor that is nearly zero compared with the others, such as the gradient of an unimportant bias, is

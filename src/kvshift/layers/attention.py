@@ -15,8 +15,15 @@ from torch import Tensor, nn
 
 from kvshift.layers.attention_state import AttentionState, flush_right
 from kvshift.layers.options import ShiftOptions
-from kvshift.layers.positions import Positions, alibi_slopes, cached_positions, count_tokens, rotary_table, visible
-from kvshift.layers.recompute import KEEP_ALL, recomputing
+from kvshift.layers.positions import (
+    Positions,
+    alibi_slopes,
+    cached_positions,
+    compute_positions,
+    rotary_table,
+    visible_keys,
+)
+from kvshift.layers.recompute import SAVE_ALL, recompute_shift_in_backward
 from kvshift.layers.sequence_sharding import refuse_sharded_sequence
 from kvshift.layers.shift import KVShift, shift_type_error
 from kvshift.ops import ShiftState
@@ -175,10 +182,10 @@ class KVShiftAttention(nn.Module):
             projection(x).unflatten(2, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if state is not None:
-            state = self._checked(state, sequences, k)
-        start = self._start(sequences, k) if state is None else state.shift
+            state = self._check_state(state, sequences, k)
+        start = self._initial_state(sequences, k) if state is None else state.shift
         batch, length = x.shape[:2]
-        current, seen = count_tokens(batch, length, x.device, seen=None if state is None else state.seen, **where)
+        current, seen = compute_positions(batch, length, x.device, seen=None if state is None else state.seen, **where)
         rotary = None
         if self.position_encoding == "rope":
             rotary_positions = current.rank if positions is None else positions
@@ -188,16 +195,16 @@ class KVShiftAttention(nn.Module):
         q, k, v, next_state = self.shift(q, k, v, state=start, **where, **finish)
         key_positions = current
         if state is not None:
-            past_k, past_v, past_positions = self._past(state, packed=cu_seqlens is not None)
+            past_k, past_v, past_positions = self._visible_cache(state, packed=cu_seqlens is not None)
             k, v = torch.cat([past_k, k], dim=1), torch.cat([past_v, v], dim=1)
             key_positions = past_positions.followed_by(current)
 
         plain = state is None and not bounded and self.sliding_window is None and self.position_encoding != "alibi"
         bias = None if plain else self._bias(current, key_positions, q.dtype)
         heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        keep_raw = KEEP_ALL
+        keep_raw = SAVE_ALL
         if state is None and torch.is_grad_enabled():
-            keep_raw = recomputing(self.shift, raw, heads[1:], state=start, **where, **finish)
+            keep_raw = recompute_shift_in_backward(self.shift, raw, heads[1:], state=start, **where, **finish)
         with keep_raw:
             attended = self._attend(*heads, bias)
         out = self.o_proj(attended)
@@ -223,7 +230,7 @@ class KVShiftAttention(nn.Module):
             f"sliding_window={self.sliding_window}, dropout={self.dropout}, max_rollback={self.max_rollback}"
         )
 
-    def _start(self, sequences: int, k: Tensor) -> ShiftState | None:
+    def _initial_state(self, sequences: int, k: Tensor) -> ShiftState | None:
         """Return the initial state of the shift if more rows are kept than its window needs; otherwise None."""
         if not (self.shift.targets and self.max_rollback):
             return None
@@ -233,7 +240,7 @@ class KVShiftAttention(nn.Module):
             return start
         return replace(start, q=k.new_zeros(sequences, rows, self.num_heads, self.head_dim))
 
-    def _past(self, state: AttentionState, packed: bool) -> tuple[Tensor, Tensor, Positions]:
+    def _visible_cache(self, state: AttentionState, packed: bool) -> tuple[Tensor, Tensor, Positions]:
         """Return the cached keys and values that can still be seen, and their positions; in one row for a pack."""
         k, v = state.k, state.v
         if self.sliding_window is not None:  # a roll-back brings older keys into the window
@@ -244,7 +251,7 @@ class KVShiftAttention(nn.Module):
 
     def _bias(self, queries: Positions, keys: Positions, dtype: torch.dtype) -> Tensor:
         """Return the attention mask: (L, 1, T, K) booleans or, with ALiBi, (L, H, T, K) terms to add to the scores."""
-        seen_LTK = visible(queries, keys, self.sliding_window).unsqueeze(1)
+        seen_LTK = visible_keys(queries, keys, self.sliding_window).unsqueeze(1)
         if self.position_encoding != "alibi":
             return seen_LTK
         compute = torch.promote_types(dtype, torch.float32)
@@ -283,7 +290,7 @@ class KVShiftAttention(nn.Module):
                 f"got {tuple(positions.shape)} on {positions.device}"
             )
 
-    def _checked(self, state: AttentionState, sequences: int, k: Tensor) -> AttentionState:
+    def _check_state(self, state: AttentionState, sequences: int, k: Tensor) -> AttentionState:
         if not isinstance(state, AttentionState):
             raise TypeError(f"state must be an AttentionState or None, got {type(state).__name__}")
         if state.sequences != sequences:

@@ -163,7 +163,7 @@ def exchange_halo(
     return [part.reshape(*part.shape[:3], *x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
 
 
-def _held_chunks(rank: int, size: int, layout: Layout) -> tuple[int, ...]:
+def _chunks_of_rank(rank: int, size: int, layout: Layout) -> tuple[int, ...]:
     """Return the chunks that one of `size` ranks holds, in the order of its shard."""
     return (rank,) if layout == "contiguous" else (rank, 2 * size - 1 - rank)
 
@@ -175,7 +175,7 @@ def _routes(rank: int, size: int, layout: Layout, length: int, rows: int) -> tup
         length: C.
         rows: W - 1.
     """
-    held = [_held_chunks(holder, size, layout) for holder in range(size)]
+    held = [_chunks_of_rank(holder, size, layout) for holder in range(size)]
     places = {chunk: (holder, i * length) for holder, chunks in enumerate(held) for i, chunk in enumerate(chunks)}
     leaving: list[list[int]] = [[] for _ in range(size)]
     arriving: list[list[int]] = [[] for _ in range(size)]

@@ -32,7 +32,7 @@ class Positions:
         return Positions(torch.cat([self.document, later.document], dim=1), torch.cat([self.rank, later.rank], dim=1))
 
 
-def count_tokens(
+def compute_positions(
     batch: int,
     length: int,
     device: torch.device,
@@ -98,7 +98,7 @@ def cached_positions(seen: Tensor, length: int, packed: bool) -> Positions:
     return Positions(document_SN.reshape(1, -1), rank_SN.reshape(1, -1))
 
 
-def visible(queries: Positions, keys: Positions, window: int | None) -> Tensor:
+def visible_keys(queries: Positions, keys: Positions, window: int | None) -> Tensor:
     """Return the keys that each query attends to, (L, T, K) booleans.
 
         keys of the same document with  rank_q - window < rank_k <= rank_q

@@ -23,21 +23,21 @@ from kvshift.layers.shift import KVShift
 from kvshift.ops import ShiftState
 from kvshift.ops.arguments import TENSORS, Call, Norms
 from kvshift.ops.attention_inputs import run
-from kvshift.ops.boundaries import shares_plans
+from kvshift.ops.boundaries import is_sharing_plans
 from kvshift.ops.dispatch import fused_path
 from kvshift.ops.rope import Rotary
 from kvshift.ops.shift import with_plan
-from kvshift.ops.torch_ops import PLAIN, needs_traceable_ops
+from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, needs_traceable_ops
 
-KEEP_ALL: AbstractContextManager[None] = nullcontext()
-"""The context used instead of `recomputed` if all tensors are to be saved."""
+SAVE_ALL: AbstractContextManager[None] = nullcontext()
+"""The context used instead of `recompute_in_backward` if all tensors are to be saved."""
 
-_WORTH_RECOMPUTING = {"cpu": 2**20, "device": 2**21}  # elements
+_MIN_ELEMENTS = {"cpu": 2**20, "device": 2**21}  # elements
 _CAST = "ToCopyBackward0"
 _REPEAT = ["ViewBackward0", "CloneBackward0", "ExpandBackward0", "UnsqueezeBackward0"]
 
 
-def recomputing(
+def recompute_shift_in_backward(
     shift: KVShift,
     raw: tuple[Tensor, Tensor],
     shifted: tuple[Tensor, Tensor],
@@ -60,13 +60,13 @@ def recomputing(
         state, rotary, norms, where: the other arguments of `KVShift.forward`.
     """
     if not (is_worth_recomputing(raw[0]) and may_recompute(shift, *(norms or ()))):
-        return KEEP_ALL
+        return SAVE_ALL
     parameters = (shift.alpha, shift.beta)
     if any(parameter is not None and not isinstance(parameter, nn.Parameter) for parameter in parameters):
-        return KEEP_ALL  # parametrized or pruned: could differ when it is recomputed
+        return SAVE_ALL  # parametrized or pruned: could differ when it is recomputed
     trained = [parameter is not None and parameter.requires_grad for parameter in parameters]
     if not any(trained) or any(type(tensor) is not Tensor for tensor in (*raw, *shifted)):
-        return KEEP_ALL
+        return SAVE_ALL
     with torch.no_grad():
         coefficients = shift.coefficients()
     alpha, beta = (
@@ -78,14 +78,14 @@ def recomputing(
     )  # fmt: skip
     path = fused_path(call)
     call = call._replace(gamma=None)  # only keys and values
-    if shares_plans():  # otherwise, recomputation makes the plan, if it takes place
+    if is_sharing_plans():  # otherwise, recomputation makes the plan, if it takes place
         call = with_plan(call)
     if path == "unfused" and alpha is None:  # keys are saved as usual
         call = call._replace(cos=None, sin=None, norms=None)
     read = [] if norms is None else [*norms[1].parameters(), *norms[1].buffers()]
     inputs = (*call[:TENSORS], *call.boundaries().values(), *read)
     outputs = [tensor if is_trained else None for tensor, is_trained in zip(shifted, trained, strict=True)]
-    return recomputed(
+    return recompute_in_backward(
         outputs,
         lambda: run(path, call)[1:3],
         [tensor for tensor in inputs if tensor is not None],
@@ -98,7 +98,7 @@ def is_worth_recomputing(x: Tensor) -> bool:
     It takes about 0.2 ms of CPU time per layer, whatever the size. On a CPU, this is 1 % if a layer's part of a step
     takes 20 ms. On a GPU, it costs nothing as long as the host waits for the GPU and not the GPU for the host.
     """
-    return x.numel() >= _WORTH_RECOMPUTING["cpu" if x.is_cpu else "device"]
+    return x.numel() >= _MIN_ELEMENTS["cpu" if x.is_cpu else "device"]
 
 
 def may_recompute(*modules: nn.Module) -> bool:
@@ -122,7 +122,7 @@ def may_recompute(*modules: nn.Module) -> bool:
 
 
 @contextmanager
-def recomputed(
+def recompute_in_backward(
     outputs: Sequence[Tensor | None], function: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]
 ) -> Iterator[None]:
     """Within this context, autograd does not save the tensors in `outputs`; backward recomputes them.
@@ -149,7 +149,7 @@ def recomputed(
 
 
 class _Recomputation:
-    """The saved-tensor hooks of one `recomputed` context.
+    """The saved-tensor hooks of one `recompute_in_backward` context.
 
     In place of each tensor that autograd saves, they store a function that returns it.
 
@@ -157,39 +157,39 @@ class _Recomputation:
         outputs: outputs by index, while attention runs.
         layouts: size of the storage in bytes, dtype, and place in the storage of each output.
         uses: number of times that each output was not saved.
-        made: recomputed outputs, each as often as this backward pass will still use it.
+        recomputed: recomputed outputs, each as often as this backward pass will still use it.
     """
 
     def __init__(
         self, outputs: Sequence[Tensor | None], function: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]
     ) -> None:
         self.outputs = {i: x for i, x in enumerate(outputs) if x is not None and x.numel()}
-        self.layouts = {i: (x.untyped_storage().nbytes(), x.dtype, _place(x)) for i, x in self.outputs.items()}
+        self.layouts = {i: (x.untyped_storage().nbytes(), x.dtype, _view_arguments(x)) for i, x in self.outputs.items()}
         self.function = function
-        self.inputs = [_kept(x) for x in inputs]
+        self.inputs = [_version_checked(x) for x in inputs]
         self.uses = dict.fromkeys(self.outputs, 0)
-        self.made: dict[int, list[Tensor]] = {i: [] for i in self.outputs}
+        self.recomputed: dict[int, list[Tensor]] = {i: [] for i in self.outputs}
 
     def pack(self, x: Tensor) -> Callable[[], Tensor]:
-        if type(x) in PLAIN and x.layout == torch.strided:
+        if type(x) in PLAIN_TENSOR_TYPES and x.layout == torch.strided:
             address = x.untyped_storage().data_ptr()
             for i, output in self.outputs.items():
                 is_view = address == output.untyped_storage().data_ptr()
                 repeats = 1 if is_view else _repeats(x, output)
                 if repeats:
                     self.uses[i] += 1
-                    return partial(self.remake, i, repeats, x.dtype, _place(x))
-        return _kept(x)
+                    return partial(self.recompute, i, repeats, x.dtype, _view_arguments(x))
+        return _version_checked(x)
 
     @torch.no_grad()
-    def remake(self, i: int, repeats: int, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
+    def recompute(self, i: int, repeats: int, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
         """Return a tensor that was not saved. The first call recomputes all outputs."""
         for unchanged in self.inputs:
             unchanged()
-        if not self.made[i]:
+        if not self.recomputed[i]:
             outputs = self.function()
-            self.made = {i: [self.in_layout(i, outputs[i])] * uses for i, uses in self.uses.items() if uses}
-        x = self.made[i].pop()
+            self.recomputed = {i: [self.in_layout(i, outputs[i])] * uses for i, uses in self.uses.items() if uses}
+        x = self.recomputed[i].pop()
         if repeats > 1:
             x = x.repeat_interleave(repeats, dim=1)
         return x.to(dtype).as_strided(*place)
@@ -205,12 +205,12 @@ class _Recomputation:
         return x.as_strided(*place)
 
 
-def _place(x: Tensor) -> tuple[Any, ...]:
+def _view_arguments(x: Tensor) -> tuple[Any, ...]:
     """Return size, stride and storage offset of a tensor, the arguments of `Tensor.as_strided`."""
     return x.size(), x.stride(), x.storage_offset()
 
 
-def _kept(x: Tensor) -> Callable[[], Tensor]:
+def _version_checked(x: Tensor) -> Callable[[], Tensor]:
     """Return a function that returns x if it is unmodified; with hooks, autograd does not check versions itself."""
     version = None if x.is_inference() else x._version
     x = x.detach()  # a node that references its own output would never be freed

@@ -70,7 +70,7 @@ class KVShift(nn.Module):
             raise ValueError(f'num_heads must be at least 1 when "q" is in targets, got {num_heads}')
         self.options = options
         self.targets = options.targets  # copied from the options, as it is read at every token
-        self._kept = CoefficientCache()
+        self._coefficient_cache = CoefficientCache()
         for target, name in COEFFICIENT_NAMES.items():
             heads = num_heads if target == "q" else num_kv_heads
             width = 1 if options.constraint == "gate" else options.window
@@ -131,7 +131,7 @@ class KVShift(nn.Module):
         return shift_norm_rope(
             q, k, v, self._mix("k"), self._mix("v"), gamma, rotary=rotary, norms=norms, state=state,
             cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, keep_state=keep_state, backend=backend,
-            kept=self._kept,
+            coefficient_cache=self._coefficient_cache,
         )  # fmt: skip  # type: ignore[return-value]  # queries were given
 
     def extra_repr(self) -> str:

@@ -69,12 +69,12 @@ class ShiftCacheLayer:
                 padding = ~mask[:, :, None, None]
                 q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
                 mask = None
-            state = self._with_space(q, k, v, with_queries="q" in shift.targets)
+            state = self._state_with_room(q, k, v, with_queries="q" in shift.targets)
         q, k, v, state = shift(q, k, v, state=state, mask=mask, **where)
         self.write_shift(state)
         return q, k, v
 
-    def _with_space(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
+    def _state_with_room(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
         """Return the stored state with room for T more raw rows, those of k and v, (B, T, G, D)."""
         state = self.shift_state
         if state is None:
@@ -308,7 +308,7 @@ def ensure_shift_cache(cache: Cache, config: ShiftConfig) -> None:
             "DynamicCache(config=model.config)"
         )
     window = config.shift_window if config.shift_targets else 1
-    refusal = _refusal(cache, config, window)
+    refusal = _unsupported_reason(cache, config, window)
     if refusal is not None:
         if config.shift_targets:
             raise ValueError(f"{CACHE} {refusal}")
@@ -325,7 +325,7 @@ def _carries_shift(cache: Cache) -> bool:
     return len(cache.layers) > 0 and isinstance(cache.layers[0], ShiftCacheLayer)
 
 
-def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
+def _unsupported_reason(cache: Cache, config: ShiftConfig, window: int) -> str | None:
     """Return the reason why a cache cannot carry the state of a shift of this window; None if it can."""
     if isinstance(cache, EncoderDecoderCache):
         return "is an EncoderDecoderCache: a model with KV shift has no cross-attention"
@@ -436,12 +436,12 @@ def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None
     return mask
 
 
-def kept_document_offset(cache: Cache) -> Tensor | None:
-    """Return the offset that `keep_document_offset` stored, (B,); None if each row holds one document."""
+def stored_document_offset(cache: Cache) -> Tensor | None:
+    """Return the offset that `store_document_offset` stored, (B,); None if each row holds one document."""
     return getattr(cache.layers[0], "document_offset", None) if cache.layers else None
 
 
-def keep_document_offset(cache: Cache, offset: Tensor) -> None:
+def store_document_offset(cache: Cache, offset: Tensor) -> None:
     """Store the index of the first token of each row's last document, (B,), for the next tokens."""
     if not _carries_shift(cache):
         raise ValueError(

@@ -24,13 +24,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
-from kvshift.layers.recompute import KEEP_ALL, recomputing
+from kvshift.layers.recompute import SAVE_ALL, recompute_shift_in_backward
 from kvshift.layers.sequence_sharding import refuse_sharded_sequence
 from kvshift.layers.shift import shift_type_error
-from kvshift.models.cache import check_recording, ensure_shift_cache, keep_document_offset, require_growth, token_count
+from kvshift.models.cache import check_recording, ensure_shift_cache, require_growth, store_document_offset, token_count
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks
-from kvshift.models.versions import CACHE, given_cache, refuse_unknown, warn_if_untested
+from kvshift.models.versions import CACHE, refuse_unknown, resolve_cache_argument, warn_if_untested
 from kvshift.ops.arguments import Norms
 from kvshift.ops.boundaries import shared_plans
 from kvshift.ops.rope import Rotary, half_tables
@@ -131,7 +131,7 @@ class ShiftedAttention:
             after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
         else:
             after = {"finish": partial(_norm_then_rotate, self.apply_rotary, position_embeddings, norms)}
-        query, key, value, keep_raw = shift_into(
+        query, key, value, keep_raw = shift_and_cache(
             self.shift,
             *self.project(hidden_states),
             past_key_values if cache is None else cache,
@@ -172,7 +172,7 @@ def _norm_then_rotate(
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def shift_into(
+def shift_and_cache(
     shift: KVShift,
     q: Tensor,
     k: Tensor,
@@ -215,9 +215,9 @@ def shift_into(
         q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if cache is not None:
-        return q, *cache.update(k, v, layer_idx), KEEP_ALL
+        return q, *cache.update(k, v, layer_idx), SAVE_ALL
     may_recompute = finish is None and torch.is_grad_enabled()
-    return q, k, v, recomputing(shift, raw, (k, v), **where) if may_recompute else KEEP_ALL
+    return q, k, v, recompute_shift_in_backward(shift, raw, (k, v), **where) if may_recompute else SAVE_ALL
 
 
 class ShiftedDecoder:
@@ -267,7 +267,7 @@ class ShiftedDecoder:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         inputs_embeds = self.embed(input_ids, inputs_embeds)
-        cache = given_cache(past_key_values, cache)
+        cache = resolve_cache_argument(past_key_values, cache)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         masks, position_ids = self.prepare_inputs(
@@ -323,7 +323,7 @@ class ShiftedDecoder:
             if offsets is not None:
                 position_ids = position_ids - offsets
         if cache is not None and offsets is not None:
-            keep_document_offset(cache, offsets[:, -1])
+            store_document_offset(cache, offsets[:, -1])
         return masks, position_ids
 
     def _refuse_unknown_attention(self) -> None:

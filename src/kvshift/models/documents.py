@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import is_torchdynamo_compiling
 
-from kvshift.models.cache import compact_padding, kept_document_offset
+from kvshift.models.cache import compact_padding, stored_document_offset
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE
 from kvshift.ops.boundaries import document_starts, sequence_of_positions
@@ -54,12 +54,12 @@ def create_masks(
     check_mask(attention_mask, str(config._attn_implementation))
     batch, positions = inputs_embeds.shape[:2]
     if attention_mask is not None and attention_mask.ndim == 4:
-        padding, documents = pair_structure(attention_mask, batch, positions, _tokens_in(past_key_values))
+        padding, documents = pair_structure(attention_mask, batch, positions, _num_cached_tokens(past_key_values))
         _require_keys_of_cache(attention_mask, past_key_values)
         named = document_index(batch, positions, padding, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens)
         if seq_idx is not None or cu_seq_lens is not None:
             _require(
-                (_numbers(named, inputs_embeds) == _numbers(documents, inputs_embeds)).all(),
+                (_document_numbers(named, inputs_embeds) == _document_numbers(documents, inputs_embeds)).all(),
                 "attention_mask of four dimensions must separate exactly the documents of seq_idx or cu_seq_lens_q",
             )
         if attention_mask.dtype == torch.bool and config._attn_implementation != "sdpa":
@@ -71,11 +71,11 @@ def create_masks(
         documents = named = document_index(
             batch, positions, padding, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens, position_ids=position_ids
         )
-    begun = None if past_key_values is None else kept_document_offset(past_key_values)
+    begun = None if past_key_values is None else stored_document_offset(past_key_values)
     offsets, seen = None, 0
     if named is not None or begun is not None:
-        seen = _tokens_in(past_key_values)
-        offsets = document_offsets(_numbers(named, inputs_embeds), seen, begun)
+        seen = _num_cached_tokens(past_key_values)
+        offsets = document_offsets(_document_numbers(named, inputs_embeds), seen, begun)
     if str(config._attn_implementation).startswith("flash_attention"):
         check_flash_documents(
             documents, batch=batch, continues=begun is not None, real_BT=padding, position_ids=position_ids
@@ -136,12 +136,12 @@ def _tokens_of_windows(
     }
 
 
-def _numbers(documents: Tensor | None, inputs_embeds: Tensor) -> Tensor:
+def _document_numbers(documents: Tensor | None, inputs_embeds: Tensor) -> Tensor:
     """Return the document number of each position, (B, T): `documents`, or zeros if it is None."""
     return inputs_embeds.new_zeros(inputs_embeds.shape[:2], dtype=torch.long) if documents is None else documents
 
 
-def _tokens_in(cache: Cache | None) -> int | Tensor:
+def _num_cached_tokens(cache: Cache | None) -> int | Tensor:
     return 0 if cache is None else cache.get_seq_length()
 
 

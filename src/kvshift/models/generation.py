@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from kvshift.models.cache import ensure_shift_cache
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks, document_index
-from kvshift.models.versions import CACHE, given_cache
+from kvshift.models.versions import CACHE, resolve_cache_argument
 
 
 class ShiftedGeneration:
@@ -30,7 +30,9 @@ class ShiftedGeneration:
         **kwargs: Any,
     ) -> dict[str, Tensor | None]:
         """Create masks for static caches in `generate`. (Its default ignores the window of "hybrid_sliding" layers.)"""
-        return create_masks(config, inputs_embeds, attention_mask, given_cache(past_key_values, cache), position_ids)
+        return create_masks(
+            config, inputs_embeds, attention_mask, resolve_cache_argument(past_key_values, cache), position_ids
+        )
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]

@@ -36,7 +36,7 @@ def warn_if_untested() -> None:
         )
 
 
-def given_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+def resolve_cache_argument(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
     """Return the cache of a call, from either name of the argument; before transformers 5.24 only the first exists.
 
     Raises:

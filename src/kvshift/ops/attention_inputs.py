@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops.arguments import Call, Norms
 from kvshift.ops.decode import CoefficientCache, next_token
-from kvshift.ops.dispatch import FusedPath, compiles_training, fused_path, gain_and_epsilon
+from kvshift.ops.dispatch import FusedPath, fused_path, gain_and_epsilon, is_compiling_training
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import (
     check_call,
-    parts_of_state,
     shift_keys_values,
     shift_tokens,
+    unpack_state,
     with_plan,
 )
 from kvshift.ops.state import ShiftState
@@ -50,7 +50,7 @@ def shift_norm_rope(
     mask: Tensor | None = None,
     keep_state: bool = True,
     backend: str = "auto",
-    kept: CoefficientCache | None = None,
+    coefficient_cache: CoefficientCache | None = None,
 ) -> Results:
     """Shift queries, keys and values, then normalise and rotate queries and keys.
 
@@ -72,14 +72,14 @@ def shift_norm_rope(
     Returns:
         q, k, v and the new state, which is None if it is not kept or nothing is shifted.
     """
-    k_state, v_state, q_state, max_rows = parts_of_state(state)
+    k_state, v_state, q_state, max_rows = unpack_state(state)
     cos, sin = rotary or (None, None)
     call = Call(
         q, k, v, alpha, beta, k_state, v_state, cos, sin, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask,
         norms=norms, gamma=gamma, q_state=q_state, max_rows=max_rows if keep_state else 0, backend=backend,
     )  # fmt: skip
     path = fused_path(call)
-    return next_token(call, kept or CoefficientCache()) if path == "next token" else run(path, call)
+    return next_token(call, coefficient_cache or CoefficientCache()) if path == "next token" else run(path, call)
 
 
 def run(path: FusedPath, call: Call) -> Results:
@@ -97,7 +97,7 @@ def _launch(call: Call) -> Results:
     cos, sin = _half_tables(call)
     given = with_plan(call._replace(cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale, eps=eps))
 
-    if compiles_training():
+    if is_compiling_training():
         q_hat, _ = _finish(call.q, None, call.norms, call.rotary())
         alone = given._replace(q=None, q_scale=None)
         k_hat, v_hat, *next_rows = compiled_to_recompute(

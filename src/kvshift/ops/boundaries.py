@@ -43,7 +43,7 @@ def sequence_of_positions(cu_seqlens: Tensor, positions: int) -> Tensor:
     return torch.searchsorted(last_S, position_P)
 
 
-NOTHING = -(2**31)
+NO_ROW = -(2**31)
 """Marks, in a `ShiftPlan`, a lag that reads zeros, or a row that no position reads."""
 
 
@@ -54,10 +54,10 @@ class ShiftPlan(NamedTuple):
     state, counted from the end (Q = R; for a pack Q = S * R, sequence after sequence). All tensors are contiguous.
 
     Attributes:
-        sources: row that lag j of position t reads, or `NOTHING`, (B, T, W).
-        next_state: rows that make up the next state, or `NOTHING`, (B, N).
+        sources: row that lag j of position t reads, or `NO_ROW`, (B, T, W).
+        next_state: rows that make up the next state, or `NO_ROW`, (B, N).
         readers: inverse of `sources` for backward: the position whose lag j reads each of the Q rows of state and T
-            positions, or `NOTHING`, (B, Q + T, W). None if no gradients are needed.
+            positions, or `NO_ROW`, (B, Q + T, W). None if no gradients are needed.
     """
 
     sources: Tensor
@@ -84,7 +84,7 @@ def shared_plans(plans: dict[Any, Any] | None = None) -> Iterator[None]:
         _SHARED.plans = outer
 
 
-def shares_plans() -> bool:
+def is_sharing_plans() -> bool:
     """Return True within a `shared_plans` context of this thread."""
     return getattr(_SHARED, "plans", None) is not None
 
@@ -94,7 +94,7 @@ def _shareable(plan: Callable[Arguments, ShiftPlan]) -> Callable[Arguments, Shif
 
     @functools.wraps(plan)
     def shared(*args: Arguments.args, **where: Arguments.kwargs) -> ShiftPlan:
-        if not shares_plans():
+        if not is_sharing_plans():
             return plan(*args, **where)
         key = (args, *((name, id(value)) for name, value in where.items()))
         if key not in _SHARED.plans:
@@ -129,7 +129,7 @@ def plan_shift(
     real_BT = torch.ones(batch, positions, dtype=torch.bool, device=device) if mask is None else mask
     rank_BT = real_BT.cumsum(1) - 1  # number of real tokens before a real token in its row
     spare = positions  # an extra column at the end takes the writes and reads of padding
-    no_position = torch.full((batch, positions + 1), NOTHING, dtype=torch.long, device=device)
+    no_position = torch.full((batch, positions + 1), NO_ROW, dtype=torch.long, device=device)
     at_rank = no_position.scatter(1, torch.where(real_BT, rank_BT, spare), position_T.expand(batch, -1))
 
     if cu_seqlens is not None:
@@ -148,25 +148,25 @@ def plan_shift(
         first_BS = state_BS = torch.zeros_like(end_BS)
         if seq_idx is not None:
             first_BT = torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values
-            state_BT = torch.where(first_BT > 0, NOTHING, 0)  # only the first document of a row continues its state
+            state_BT = torch.where(first_BT > 0, NO_ROW, 0)  # only the first document of a row continues its state
             first_BS = torch.cat([first_BS, first_BT], dim=1).amax(1, keepdim=True)
-            state_BS = torch.where(first_BS > 0, NOTHING, 0)
+            state_BS = torch.where(first_BS > 0, NO_ROW, 0)
 
     def row_of(rank: Tensor, first: Tensor, state: Tensor) -> Tensor:
         """Return the row of the token with this rank; ranks below `first` refer to the state."""
         behind = rank - first.unsqueeze(2)  # -1 is the newest row of state
-        from_state = (state.unsqueeze(2) + behind).clamp(min=NOTHING)
+        from_state = (state.unsqueeze(2) + behind).clamp(min=NO_ROW)
         index = torch.where(behind >= 0, rank, spare).clamp(max=spare)
         return torch.where(behind >= 0, at_rank.gather(1, index.flatten(1)).view_as(index), from_state)
 
     sources = row_of(rank_BT.unsqueeze(2) - torch.arange(window, device=device), first_BT, state_BT)
-    sources = torch.where(real_BT.unsqueeze(2), sources, NOTHING)
+    sources = torch.where(real_BT.unsqueeze(2), sources, NO_ROW)
 
     next_BSR = row_of(end_BS.unsqueeze(2) - torch.arange(rows, 0, -1, device=device), first_BS, state_BS)
 
     readers = None
     if backward:
-        no_reader = torch.full((batch, slots + positions + 1, window), NOTHING, dtype=torch.int, device=device)
+        no_reader = torch.full((batch, slots + positions + 1, window), NO_ROW, dtype=torch.int, device=device)
         row = torch.where(sources >= -slots, sources + slots, slots + positions)
         readers = no_reader.scatter(1, row, position_T.int()[None, :, None].expand_as(row))[:, :-1].contiguous()
     return ShiftPlan(sources.int().contiguous(), next_BSR.flatten(1).int().contiguous(), readers)
@@ -183,4 +183,4 @@ def readers_without_boundaries(start: int, end: int, positions: int, window: int
     """Return the `readers` of rows start .. end - 1 if every batch entry is one sequence, (1, end - start, W)."""
     row = torch.arange(start, end, device=device)[None, :, None]
     reader = row + torch.arange(window, device=device)
-    return torch.where(reader < positions, reader, NOTHING)
+    return torch.where(reader < positions, reader, NO_ROW)

@@ -50,19 +50,19 @@ def _shift_next_token(call: Call, cache: CoefficientCache) -> list[Tensor]:
     dtype = compute_dtype(call.k)
     of_k_and_v: Any = enumerate(zip(call[1:3], call[3:5], call[5:7], strict=True))  # both have a state
     outputs = []
-    for index, (x, coefficients, before) in of_k_and_v:
+    for index, (x, coefficients, previous) in of_k_and_v:
         if coefficients is None:
             outputs.append(x)
             continue
         columns = cache.columns(index, coefficients, dtype)
-        if before.dtype is not dtype:
-            before = before.to(dtype)
-        y = x * columns.now  # in the dtype of the arithmetic
+        if previous.dtype is not dtype:
+            previous = previous.to(dtype)
+        y = x * columns.current  # in the dtype of the arithmetic
         if columns.none_is_zero:
-            y.addcmul_(before, columns.before)
+            y.addcmul_(previous, columns.previous)
         else:
-            y.masked_fill_(columns.now == 0, 0)
-            y = torch.where(columns.before == 0, y, torch.addcmul(y, before, columns.before))
+            y.masked_fill_(columns.current == 0, 0)
+            y = torch.where(columns.previous == 0, y, torch.addcmul(y, previous, columns.previous))
         outputs.append(y if x.dtype is dtype else y.to(x.dtype))
     return outputs
 
@@ -71,19 +71,19 @@ class Columns(NamedTuple):
     """The columns of coefficients (G, 2), in the form that the next token needs.
 
     Attributes:
-        now, before: coefficients of the token and of the previous one, (G, 1) views.
+        current, previous: coefficients of the token and of the previous one, (G, 1) views.
         none_is_zero: True if all are known to be nonzero. (A row whose coefficient is zero must not be read.)
     """
 
-    now: Tensor
-    before: Tensor
+    current: Tensor
+    previous: Tensor
     none_is_zero: bool
 
 
-def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
-    """Return the columns; if `look`, search for zeros, which takes 1 us on a CPU and synchronises elsewhere."""
-    now, before = coefficients.unsqueeze(2).unbind(1)
-    return Columns(now, before, look and all(map(all, coefficients.tolist())))
+def make_columns(coefficients: Tensor, *, find_zeros: bool) -> Columns:
+    """Return the columns; if `find_zeros`, search for zeros, which takes 1 us on a CPU and synchronises elsewhere."""
+    current, previous = coefficients.unsqueeze(2).unbind(1)
+    return Columns(current, previous, find_zeros and all(map(all, coefficients.tolist())))
 
 
 class CoefficientCache:
@@ -111,7 +111,7 @@ class CoefficientCache:
         ):
             return cached[4]
         keeps = type(x) is nn.Parameter and x.dtype is dtype and not (captured or x.is_inference() or x.is_meta)
-        columns = columns_of(x.to(dtype), look=keeps or x.is_cpu)
+        columns = make_columns(x.to(dtype), find_zeros=keeps or x.is_cpu)
         if keeps:
             self._cached[index] = (x, x.data_ptr(), x._version, dtype, columns)
         return columns

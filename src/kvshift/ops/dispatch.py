@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from kvshift.ops.arguments import Call
-from kvshift.ops.cpu.kernel import cpu_refusal
-from kvshift.ops.torch_ops import PLAIN, is_exporting, needs_traceable_ops
-from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.cpu.kernel import cpu_unsupported_reason
+from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, is_exporting, needs_traceable_ops
+from kvshift.ops.triton.call import triton_unsupported_reason
 from kvshift.ops.triton.self_test import Kind, passes_self_test
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # the meaning of "auto" in this process
-_REFUSALS: dict[str, Any] = {"cpu": cpu_refusal, "triton": triton_refusal}
-_PLAIN = {"cpu": PLAIN, "triton": (*PLAIN, torch._subclasses.FakeTensor)}  # types that kernels accept
+_UNSUPPORTED_REASONS: dict[str, Any] = {"cpu": cpu_unsupported_reason, "triton": triton_unsupported_reason}
+_KERNEL_TYPES = {"cpu": PLAIN_TENSOR_TYPES, "triton": (*PLAIN_TENSOR_TYPES, torch._subclasses.FakeTensor)}
 
 ShiftPath = Literal["reference", "traceable", "eager", "cpu", "triton"]
 FusedPath = Literal["next token", "reference", "launch", "unfused"]
@@ -58,10 +58,10 @@ def shift_path(call: Call) -> ShiftPath:
         if torch.compiler.is_compiling():  # it fuses the few operations of eager with their neighbours
             return "eager"
         kernels = "triton" if is_gpu(x) else "cpu"
-        refused = _refusal(kernels, call.window(), x, *others) is not None
+        refused = _unsupported_reason(kernels, call.window(), x, *others) is not None
         return "eager" if refused or (kernels == "triton" and not _passes_self_test(call)) else kernels
-    if backend in _REFUSALS:
-        refusal = _refusal(backend, call.window(), x, *others)
+    if backend in _UNSUPPORTED_REASONS:
+        refusal = _unsupported_reason(backend, call.window(), x, *others)
         if refusal is not None:
             raise ValueError(f'backend "{backend}" cannot be used here: {refusal}')
     return backend
@@ -88,7 +88,7 @@ def fused_path(call: Call) -> FusedPath:
     if call.cos is None or call.gamma is not None or not isinstance(k, Tensor):
         return "unfused"
     shifts = call.alpha is not None or call.beta is not None
-    if not takes_launch(backend, is_gpu(k), shifts=shifts) or needs_traceable_ops() or not _fits_launch(call):
+    if not should_launch(backend, is_gpu(k), shifts=shifts) or needs_traceable_ops() or not _fits_launch(call):
         return "unfused"
     return "launch" if backend == "triton" or _passes_self_test(call) else "unfused"
 
@@ -98,7 +98,7 @@ def is_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def takes_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
+def should_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
     """Return True if a call with rotary embedding should use the kernels.
 
     Under torch.compile, "auto" uses them for training with a shift, because the code that the compiler generates from
@@ -109,10 +109,10 @@ def takes_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
     backend = choose_backend(backend)
     if backend != "auto" or not on_gpu:
         return backend == "triton"
-    return not torch.compiler.is_compiling() or (shifts and compiles_training())
+    return not torch.compiler.is_compiling() or (shifts and is_compiling_training())
 
 
-def compiles_training() -> bool:
+def is_compiling_training() -> bool:
     """Return True while torch.compile traces a forward pass for training; torch.export does not count."""
     return torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_exporting()
 
@@ -132,12 +132,12 @@ def _passes_self_test(call: Call) -> bool:
     return passes_self_test(Kind(k.device, k.dtype, k.shape[3], v.shape[3], call.window(), rotated, normed))
 
 
-def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
+def _unsupported_reason(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
     """Return why the kernels cannot take x or the other tensors of the call; None if they can."""
-    refusal = _REFUSALS[kernels](x, window)
+    refusal = _UNSUPPORTED_REASONS[kernels](x, window)
     if refusal is None and not is_exporting():  # it uses tensors without data, which are not plain
         for tensor in (x, *others):
-            if tensor is not None and type(tensor) not in _PLAIN[kernels]:
+            if tensor is not None and type(tensor) not in _KERNEL_TYPES[kernels]:
                 return f"it takes plain tensors, got a {type(tensor).__name__}"
     return refusal
 
@@ -190,7 +190,7 @@ def _fits_launch(call: Call) -> bool:
     if epsilons[0] != epsilons[1] or any(gain is not None and gain.shape != (size,) for gain in gains):
         return False
     others = (q, v, alpha, beta, k_state, v_state, *tables, *gains)
-    return _refusal("triton", call.window(), k, *others) is None
+    return _unsupported_reason("triton", call.window(), k, *others) is None
 
 
 def _is_plain(norm: nn.Module) -> bool:

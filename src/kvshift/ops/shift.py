@@ -81,7 +81,7 @@ def kv_shift(
     """
     if alpha is None and beta is None:
         raise ValueError("alpha and beta are both None: there is nothing to shift")
-    k_state, v_state, _, max_rows = parts_of_state(state)
+    k_state, v_state, _, max_rows = unpack_state(state)
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
     call = Call(None, k, v, alpha, beta, k_state, v_state, max_rows=max_rows, **where)
     k_hat, v_hat, next_state = shift_keys_values(call)
@@ -176,7 +176,7 @@ def with_plan(call: Call) -> Call:
     return call._replace(**plan._asdict())
 
 
-def _say(**tensors: Tensor) -> str:
+def _describe(**tensors: Tensor) -> str:
     """Describe tensors for error messages: `k is (2, 3, 5, 7) torch.float32 on cpu, ...`."""
     return ", ".join(f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in tensors.items())
 
@@ -203,13 +203,13 @@ def check_call(call: Call) -> int:
     check_input("v", v)
     shifts = alpha is not None or beta is not None
     if shifts and (v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device):
-        raise ValueError(f"v must match k in batch, positions, heads, dtype and device; {_say(k=k, v=v)}")
+        raise ValueError(f"v must match k in batch, positions, heads, dtype and device; {_describe(k=k, v=v)}")
     if alpha is not None:
         check_coefficients("alpha", alpha, k)
     if beta is not None:
         check_coefficients("beta", beta, v)
         if alpha is not None and alpha.shape != beta.shape:
-            raise ValueError(f"alpha and beta must have the same shape; {_say(alpha=alpha, beta=beta)}")
+            raise ValueError(f"alpha and beta must have the same shape; {_describe(alpha=alpha, beta=beta)}")
     sequences = check_boundaries(k, **call.boundaries())
     if shifts:
         _check_state(call, sequences)
@@ -220,9 +220,9 @@ def check_input(name: str, x: Tensor) -> None:
     """Raise the errors of `kv_shift` unless x is a 4-dimensional floating-point tensor."""
     check_tensor(name, x, _AXES)
     if x.ndim != 4:
-        raise ValueError(f"{name} must have 4 dimensions {_AXES}; {_say(**{name: x})}")
+        raise ValueError(f"{name} must have 4 dimensions {_AXES}; {_describe(**{name: x})}")
     if not x.is_floating_point():
-        raise TypeError(f"{name} must be of a floating-point dtype; {_say(**{name: x})}")
+        raise TypeError(f"{name} must be of a floating-point dtype; {_describe(**{name: x})}")
 
 
 def check_coefficients(name: str, coefficients: Tensor, x: Tensor) -> None:
@@ -230,10 +230,11 @@ def check_coefficients(name: str, coefficients: Tensor, x: Tensor) -> None:
     check_tensor(name, coefficients, "(heads, window)")
     if coefficients.ndim != 2 or coefficients.shape[0] != x.shape[2] or coefficients.shape[1] < 2:
         raise ValueError(
-            f"{name} must be (heads, window) with {x.shape[2]} heads and window >= 2; {_say(**{name: coefficients})}"
+            f"{name} must be (heads, window) with {x.shape[2]} heads and window >= 2; "
+            f"{_describe(**{name: coefficients})}"
         )
     if not coefficients.is_floating_point() or coefficients.device != x.device:
-        raise ValueError(f"{name} must be of a floating-point dtype on {x.device}; {_say(**{name: coefficients})}")
+        raise ValueError(f"{name} must be of a floating-point dtype on {x.device}; {_describe(**{name: coefficients})}")
 
 
 def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> int:
@@ -244,12 +245,12 @@ def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | Non
             check_tensor(name, tensor, "or None")
     for name, tensor in (("seq_idx", seq_idx), ("mask", mask)):
         if tensor is not None and (tensor.shape != x.shape[:2] or tensor.device != x.device):
-            raise ValueError(f"{name} must be ({batch}, {positions}) on {x.device}; {_say(**{name: tensor})}")
+            raise ValueError(f"{name} must be ({batch}, {positions}) on {x.device}; {_describe(**{name: tensor})}")
     if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"mask must be of dtype torch.bool, False on padding; {_say(mask=mask)}")
+        raise TypeError(f"mask must be of dtype torch.bool, False on padding; {_describe(mask=mask)}")
     if seq_idx is not None and seq_idx.dtype not in _INTEGERS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _INTEGERS)
-        raise TypeError(f"seq_idx must be of an integer dtype, {names}; {_say(seq_idx=seq_idx)}")
+        raise TypeError(f"seq_idx must be of an integer dtype, {names}; {_describe(seq_idx=seq_idx)}")
     if cu_seqlens is None:
         return batch
     if seq_idx is not None:
@@ -257,9 +258,9 @@ def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | Non
     if batch != 1:
         raise ValueError(f"with cu_seqlens the batch must be 1 row that holds all sequences, got {batch} rows")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be of dtype torch.int32 or torch.int64; {_say(cu_seqlens=cu_seqlens)}")
+        raise TypeError(f"cu_seqlens must be of dtype torch.int32 or torch.int64; {_describe(cu_seqlens=cu_seqlens)}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.device != x.device:
-        raise ValueError(f"cu_seqlens must be (sequences + 1,) on {x.device}; {_say(cu_seqlens=cu_seqlens)}")
+        raise ValueError(f"cu_seqlens must be (sequences + 1,) on {x.device}; {_describe(cu_seqlens=cu_seqlens)}")
     if not torch.compiler.is_compiling() and not needs_traceable_ops():
         _check_cu_seqlens(cu_seqlens, positions)
     return cu_seqlens.shape[0] - 1
@@ -274,7 +275,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
         raise ValueError(f"{message}; got {cu_seqlens.tolist()}")
 
 
-def parts_of_state(state: ShiftState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int | None]:
+def unpack_state(state: ShiftState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int | None]:
     """Return `k_state`, `v_state`, `q_state` and `max_rows` of a `Call`; all None without a state."""
     if state is None:
         return None, None, None, None
@@ -303,7 +304,7 @@ def _check_rows(name: str, state: Tensor, x: Tensor, sequences: int, window: int
     if state.ndim != 4 or (state.shape[0], *state.shape[2:]) != expected or state.shape[1] < window - 1:
         raise ValueError(
             f"{name} must be ({sequences}, rows, {x.shape[2]}, {x.shape[3]}) with rows >= {window - 1} "
-            f"(window - 1); {_say(**{name: state})}"
+            f"(window - 1); {_describe(**{name: state})}"
         )
     if state.dtype != x.dtype or state.device != x.device:
-        raise ValueError(f"{name} must be {x.dtype} on {x.device}; {_say(**{name: state})}")
+        raise ValueError(f"{name} must be {x.dtype} on {x.device}; {_describe(**{name: state})}")

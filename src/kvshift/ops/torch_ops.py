@@ -39,7 +39,7 @@ or None if every row of x is one piece of one sequence, without padding. Returns
 # Elements per block: large enough that calls cost little, small enough that temporaries stay in the cache.
 _BLOCK = 2**19
 
-PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter)
+PLAIN_TENSOR_TYPES: tuple[type, ...] = (Tensor, torch.nn.Parameter)
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _BATCHED = torch._C._parse_dispatch_key("Batched")  # of the gradients that `is_grads_batched` passes to backward
@@ -102,7 +102,7 @@ def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor
     total = None
     for lag, weight in enumerate(weights):
         span = slice(slots - lag, slots - lag + length)
-        term = rows[:, span] if sources is None else pick(rows, sources[:, :, lag] + slots)
+        term = rows[:, span] if sources is None else gather_rows(rows, sources[:, :, lag] + slots)
         total = _traceable_add(total, term, weight)
     return cast(Tensor, total)
 
@@ -169,7 +169,7 @@ def gradients_of_state(
     slots, lags = state_BQGD.shape[1], range(coefficients.shape[1])
     if readers is None:
         readers = readers_without_boundaries(-slots, 0, grad_y.shape[1], len(lags), state.device)
-    read = [pick(grad_y, readers[:, :slots, lag]).to(dtype) for lag in lags]
+    read = [gather_rows(grad_y, readers[:, :slots, lag]).to(dtype) for lag in lags]
     weights = coefficients.unsqueeze(2).unbind(1)
     grad_state = torch.stack([torch.where(w == 0, 0, g * w) for g, w in zip(read, weights, strict=True)]).sum(0)
     is_read = readers[:, :slots].amax(2)[..., None, None] >= 0  # other rows may contain anything
@@ -229,10 +229,10 @@ def by_batch(state: Tensor, x: Tensor) -> Tensor:
 def rows_at(x: Tensor, state_BQGD: Tensor, index: Tensor) -> Tensor:
     """Return the rows of x or of the state that `index`, from a `ShiftPlan`, refers to: (B, n, G, D)."""
     in_state = torch.where(index < 0, index.long() + state_BQGD.shape[1], -1)
-    return torch.where(index[..., None, None] >= 0, pick(x, index), pick(state_BQGD, in_state))
+    return torch.where(index[..., None, None] >= 0, gather_rows(x, index), gather_rows(state_BQGD, in_state))
 
 
-def pick(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return x[b, index[b, i]], or zero where index is negative. Rows that are not read, even NaN, have no effect."""
     batch = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     return torch.where(index[..., None, None] >= 0, x[batch, index.long().clamp(min=0)], 0)  # ONNX needs 64 bits
@@ -241,7 +241,7 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 # The blocked form -----------------------------------------------------------------------------------------------------
 
 
-def differentiable(
+def make_differentiable(
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> Shift:
@@ -323,12 +323,12 @@ def _backward(
     if readers is None:
         readers = readers_without_boundaries(1 - len(lags), 0, x.shape[1], len(lags), x.device)
     by_lag = readers[:, :slots].unbind(2)
-    newest = _weighted_sum([(lag, _ALL, pick(grad_y, by_lag[lag])) for lag in range(1, len(lags))], lags)
+    newest = _weighted_sum([(lag, _ALL, gather_rows(grad_y, by_lag[lag])) for lag in range(1, len(lags))], lags)
     grad_state = torch.nn.functional.pad(newest, (0, 0, 0, 0, slots - newest.shape[1], 0))
     return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype).reshape(state.shape)
 
 
-_shift_in_blocks = differentiable(_forward, _backward)
+_shift_in_blocks = make_differentiable(_forward, _backward)
 
 _ALL = slice(None)
 Terms = Iterable[tuple[int, slice, Tensor]]
@@ -368,7 +368,7 @@ def _gradients_read(
         real = sources[:, start:end, 0, None, None] >= 0
         yield 0, _ALL, _cast(torch.where(real, grad_y[:, start:end], 0), lags[0].weight)
         for lag in range(1, len(lags)):
-            yield lag, _ALL, pick(grad_y, readers[:, slots + start : slots + end, lag])
+            yield lag, _ALL, gather_rows(grad_y, readers[:, slots + start : slots + end, lag])
         return
     window = _cast(grad_y[:, start : end + len(lags) - 1], lags[0].weight)  # nothing follows the last position
     for lag in range(len(lags)):

@@ -56,7 +56,7 @@ _ORDER = (
 """Order of the list and of the results page; recipes that are not named here follow in alphabetical order."""
 
 
-def _gathered() -> dict[str, Entry]:
+def _load_entries() -> dict[str, Entry]:
     """Return the `ENTRY` of every folder that has one; the other folders hold code shared by the recipes of a study."""
     folders = [module.name for module in iter_modules(kvshift.recipes.__path__) if module.ispkg]
     found = {name: getattr(import_module(f"kvshift.recipes.{name}"), "ENTRY", None) for name in folders}
@@ -64,7 +64,7 @@ def _gathered() -> dict[str, Entry]:
     return {name: entry for name in order if (entry := found[name]) is not None}
 
 
-CATALOGUE: Mapping[str, Entry] = _gathered()
+CATALOGUE: Mapping[str, Entry] = _load_entries()
 
 
 def find_recipe(name: str) -> Recipe:

@@ -48,7 +48,7 @@ Questions that the paper does not ask, answered by the same runs or by others.
 
 
 @dataclass(frozen=True)
-class Published:
+class CompletePreset:
     """One preset of a recipe for which the records of all runs exist.
 
     Attributes:
@@ -66,7 +66,7 @@ class Published:
         return section(self.recipe, self.preset, self.records, self.claims, figure)
 
 
-def published(results: Path) -> list[Published]:
+def complete_presets(results: Path) -> list[CompletePreset]:
     """Return all presets whose runs are complete, in the order of the catalogue.
 
     Args:
@@ -77,11 +77,11 @@ def published(results: Path) -> list[Published]:
         for preset in recipe.presets:
             records = kept_records(results, recipe, preset)
             if records is not None:
-                found.append(Published(recipe, preset, records, recipe.claims(reported(records))))
+                found.append(CompletePreset(recipe, preset, records, recipe.claims(reported(records))))
     return found
 
 
-def results_page(found: Sequence[Published]) -> str:
+def results_page(found: Sequence[CompletePreset]) -> str:
     """Return the text of `docs/results.md`."""
     head = ("paper", "ours", "preset", "seeds", "learning rate", "verdict")
     claimed: list[tuple[str, ...]] = [("recipe", "claim", *head)]
@@ -113,7 +113,7 @@ def results_page(found: Sequence[Published]) -> str:
     return "\n".join([*parts, *sections])
 
 
-def recipe_pages(found: Sequence[Published]) -> dict[str, str]:
+def recipe_pages(found: Sequence[CompletePreset]) -> dict[str, str]:
     """Return the text of each recipe's `page.md` by recipe name: all of its presets, with links to their records."""
     pages: dict[str, str] = {}
     for each in found:
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments) not in ([], ["--check"]):
         print(f"usage: python -m kvshift.recipes.results_pages [--check], got {' '.join(arguments)}", file=sys.stderr)
         return 2
-    found = published(results)
+    found = complete_presets(results)
     pages = {results / name / "page.md": text for name, text in recipe_pages(found).items()}
     pages |= {docs / "results.md": results_page(found), docs / "summary.md": summary_page(results, _anchor)}
     if not arguments:

@@ -30,7 +30,7 @@ _WORDS: dict[Direction, str] = {
 
 
 @dataclass(frozen=True)
-class Main:
+class SummaryRow:
     """One row of the summary.
 
     Attributes:
@@ -45,12 +45,12 @@ class Main:
     statement: str
 
 
-def _read_main() -> tuple[Main, ...]:
+def _read_summary_rows() -> tuple[SummaryRow, ...]:
     with Path(__file__).with_name("summary.csv").open(encoding="utf-8", newline="") as file:
-        return tuple(Main(**row) for row in csv.DictReader(file))
+        return tuple(SummaryRow(**row) for row in csv.DictReader(file))
 
 
-MAIN = _read_main()
+SUMMARY_ROWS = _read_summary_rows()
 """Rows in the order of the page; a row is omitted if its recipe has not been run."""
 
 
@@ -66,19 +66,19 @@ def summary_page(results: Path, anchor: Callable[[Recipe, str], str]) -> str:
     """
     rows: list[tuple[str, ...]] = [("claim", "ours", "verdict", "seeds", "recipe")]
     claims: dict[tuple[str, str], tuple[Sequence[Record], Sequence[Claim]]] = {}
-    for main in MAIN:
-        recipe = find_recipe(main.recipe)
-        key = (main.recipe, main.preset)
+    for row in SUMMARY_ROWS:
+        recipe = find_recipe(row.recipe)
+        key = (row.recipe, row.preset)
         if key not in claims:
-            records = kept_records(results, recipe, main.preset)
+            records = kept_records(results, recipe, row.preset)
             claims[key] = ([], []) if records is None else (reported(records), recipe.claims(reported(records)))
         shown, found = claims[key]
         if not shown:
             continue
-        ours = [claim for claim in found if claim.statement.startswith(main.statement)]
+        ours = [claim for claim in found if claim.statement.startswith(row.statement)]
         if len(ours) != 1:
-            raise LabError(f"{main.recipe} {main.preset} must have one claim {main.statement!r} ..., got {len(ours)}")
+            raise LabError(f"{row.recipe} {row.preset} must have one claim {row.statement!r} ..., got {len(ours)}")
         seeds = str(len({record.seed for record in shown}))
-        link = f"[{main.recipe}](results.md#{anchor(recipe, main.preset)})"
-        rows.append((main.words, ours[0].ours, f"**{_WORDS[ours[0].direction]}**", seeds, link))
+        link = f"[{row.recipe}](results.md#{anchor(recipe, row.preset)})"
+        rows.append((row.words, ours[0].ours, f"**{_WORDS[ours[0].direction]}**", seeds, link))
     return f"{_HEAD}\n{as_markdown(rows, left=None)}\n"

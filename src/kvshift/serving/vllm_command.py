@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from kvshift.integrations.vllm_plugin.start_fault import FAULT_FILE, reason_of, refused_within
+from kvshift.integrations.vllm_plugin.start_fault import FAULT_FILE, error_reason, validation_faults
 
 _version = metadata.version
 
@@ -64,9 +64,9 @@ def main() -> None:
 
         vllm()
     except Exception as error:
-        if not refused_within(error) and not fault.exists():
+        if not validation_faults(error) and not fault.exists():
             traceback.print_exc()
-        reason = fault.read_text(encoding="utf-8") if fault.exists() else reason_of(error)
+        reason = fault.read_text(encoding="utf-8") if fault.exists() else error_reason(error)
         print(f"kvshift serve: {reason}", file=sys.stderr)
         sys.exit(1)
     finally:

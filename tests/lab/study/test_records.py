@@ -239,6 +239,6 @@ def test_what_a_run_filled_in_does_not_differ() -> None:
 
 
 def test_the_page_ignores_partial_records(beads: list[Counting], tmp_path: Path) -> None:
-    before = results_pages.results_page(results_pages.published(tmp_path))
+    before = results_pages.results_page(results_pages.complete_presets(tmp_path))
     write_records(tmp_path / "fig01a" / "laptop.partial.jsonl", [made_up("vanilla, 2 layers")])
-    assert results_pages.results_page(results_pages.published(tmp_path)) == before
+    assert results_pages.results_page(results_pages.complete_presets(tmp_path)) == before

@@ -365,7 +365,7 @@ def test_a_trained_head_is_saved_as_the_parameter(tmp_path, model):
 def test_it_compiles_and_exports(model):
     head, x = model.lm_head, torch.randn(3, 48, dtype=torch.float64)
     for enabled in (True, False):
-        with torch.set_grad_enabled(enabled), head.keeping_lengths():
+        with torch.set_grad_enabled(enabled), head.caching_row_lengths():
             head(x)
             close(torch.compile(head, backend="aot_eager", fullgraph=True)(x), head(x))
     read = torch.compile(lambda x: x @ head.weight.T, backend="aot_eager", fullgraph=True)

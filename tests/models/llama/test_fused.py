@@ -11,7 +11,7 @@ from transformers import StaticCache
 
 from kvshift.models.versions import CACHE
 from kvshift.ops import attention_inputs, dispatch
-from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.triton.call import triton_unsupported_reason
 
 from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of
 from .tiny import left_padded, random_tokens, tiny_model
@@ -32,7 +32,7 @@ with_and_without_norm = pytest.mark.parametrize("options", [{}, {"qk_norm": True
 
 @pytest.fixture(autouse=True)
 def kernels_that_run(monkeypatch) -> None:
-    refusal = triton_refusal(torch.empty(0), 2)
+    refusal = triton_unsupported_reason(torch.empty(0), 2)
     if refusal is not None:
         pytest.skip(refusal)
     monkeypatch.setattr(dispatch, "_AUTO", "triton")

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 
 from kvshift.ops import shift_tokens
-from kvshift.ops.boundaries import NOTHING, ShiftPlan
+from kvshift.ops.boundaries import NO_ROW, ShiftPlan
 from kvshift.ops.cpu import kernel as cpu_kernel
 from kvshift.ops.torch_ops import shift_eager
 
@@ -38,7 +38,7 @@ def kernel(request, monkeypatch) -> Iterator[None]:
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="built on Linux on x86-64 only")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
 def test_an_installation_with_a_compiler_has_the_kernel():
-    assert cpu_kernel.cpu_refusal(torch.empty(0), 2) is None
+    assert cpu_kernel.cpu_unsupported_reason(torch.empty(0), 2) is None
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_a_pool_is_read_as_a_state_and_then_written(dtype, size, window, positio
     x = torch.randn(positions + 2, heads * size + 3, generator=generator).to(dtype)[:, 3:]
     sources = torch.randint(-rows, positions, (1, positions, window), generator=generator, dtype=torch.int32)
     sources[0, :, 0] = torch.arange(positions)
-    sources[0, ::3, 1] = NOTHING
+    sources[0, ::3, 1] = NO_ROW
     kept = torch.full((positions,), -1, dtype=torch.int32)
     kept[-20:] = torch.randperm(rows, generator=generator)[: min(20, positions)].int()
     plan = ShiftPlan(sources, torch.empty(1, 0, dtype=torch.int32), None)

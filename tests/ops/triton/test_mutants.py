@@ -136,8 +136,8 @@ class KernelMutant:
 
 FORWARD, BACKWARD = FILES
 PLAIN = "torch_ops"
-SOURCE = "row - lag if sources is None else tl.load(sources + row.to(tl.int64) * W + lag, mask=there, other=NOTHING)"
-READER = "t + lag if readers is None else tl.load(readers + t.to(tl.int64) * W + lag, mask=there, other=NOTHING)"
+SOURCE = "row - lag if sources is None else tl.load(sources + row.to(tl.int64) * W + lag, mask=there, other=NO_ROW)"
+READER = "t + lag if readers is None else tl.load(readers + t.to(tl.int64) * W + lag, mask=there, other=NO_ROW)"
 ADD = "            total = _add(total, term, tl.load(weights + lag).to(ACC))\n"
 MUTANTS = {
     "lags swapped": KernelMutant(FORWARD, ADD, ADD.replace("weights + lag", "weights + W - lag"), check_rows),
@@ -174,7 +174,7 @@ MUTANTS = {
     ),
     "next state in wrong order": KernelMutant(FORWARD, "n + (T - N)", "T - 1 - n", check_next_state),
     "next state read past the end": KernelMutant(
-        FORWARD, "tl.where(there, n + (T - N), NOTHING)", "n + (T - N)", check_next_state
+        FORWARD, "tl.where(there, n + (T - N), NO_ROW)", "n + (T - N)", check_next_state
     ),
     "next state of the first row of the batch": KernelMutant(
         FORWARD, "next_state += b * N", "next_state += b * 0", check_next_state
@@ -193,7 +193,7 @@ MUTANTS = {
     ),
     "rotation the other way": KernelMutant(FORWARD, "low * c - high * s)", "low * c + high * s)", check_rotation),
     "gradient from the last token again": KernelMutant(
-        BACKWARD, "tl.where(reader < T, reader, NOTHING)", "tl.minimum(reader, T - 1)", check_sums
+        BACKWARD, "tl.where(reader < T, reader, NO_ROW)", "tl.minimum(reader, T - 1)", check_sums
     ),
     "gradient across documents": KernelMutant(BACKWARD, READER, "t + lag", check_pack),
     "readers of the first row of the batch": KernelMutant(

@@ -68,7 +68,9 @@ class TitanShift(Module):
         Returns:
             q, k and v.
         """
-        parameters = {target: _local(getattr(self, COEFFICIENT_NAMES[target]), k) for target in self.options.targets}
+        parameters = {
+            target: _local_heads(getattr(self, COEFFICIENT_NAMES[target]), k) for target in self.options.targets
+        }
         if not isinstance(k, DTensor):
             return self._shift_local(q, k, v, parameters, positions)
         if isinstance(positions, DTensor):
@@ -94,7 +96,7 @@ class TitanShift(Module):
         return q_hat, k_hat, v_hat  # type: ignore[return-value]  # queries were given
 
 
-def _local(parameter: Tensor, activation: Tensor) -> Tensor:
+def _local_heads(parameter: Tensor, activation: Tensor) -> Tensor:
     """Return this rank's heads of a parameter. If ranks see different tokens, each has a partial gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
@@ -155,13 +157,13 @@ def shifted_attention(config: GQAttention.Config, options: ShiftOptions) -> Shif
         n_heads=config.n_heads,
         n_kv_heads=config.n_kv_heads or config.n_heads,
         options=options,
-        param_init=dict.fromkeys(names, partial(_draw, options=options)),
+        param_init=dict.fromkeys(names, partial(_init_parameter, options=options)),
         sharding_config=ShardingConfig(state_shardings=dict.fromkeys(names, by_head)),
     )
     return derive(config, ShiftedGQAttention.Config, shift=shift)
 
 
-def _draw(parameter: Tensor, *, options: ShiftOptions) -> None:
+def _init_parameter(parameter: Tensor, *, options: ShiftOptions) -> None:
     """Initialise a parameter. Each rank draws all heads and keeps its part, so values do not depend on the mesh."""
     one = dataclasses.replace(options, targets=("k",))
     (whole,) = KVShift(parameter.shape[1], one, device=parameter.device).parameters()
@@ -172,7 +174,7 @@ def _draw(parameter: Tensor, *, options: ShiftOptions) -> None:
         parameter.copy_(drawn)
 
 
-def shifts_of(model_parts: Sequence[nn.Module] | nn.Module) -> list[TitanShift]:
+def find_shifts(model_parts: Sequence[nn.Module] | nn.Module) -> list[TitanShift]:
     """Return the shifts of a model, or of the model parts on one rank of a pipeline."""
     parts = [model_parts] if isinstance(model_parts, nn.Module) else model_parts
     return [module for part in parts for module in part.modules() if isinstance(module, TitanShift)]

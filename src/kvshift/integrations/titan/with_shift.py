@@ -18,7 +18,7 @@ from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.trainer import Trainer
 
 from kvshift.integrations.titan.hf_adapter import with_coefficients
-from kvshift.integrations.titan.shifted_gqa import shifted_attention, shifts_of
+from kvshift.integrations.titan.shifted_gqa import find_shifts, shifted_attention
 from kvshift.layers.halo import Layout
 from kvshift.layers.options import ShiftOptions
 
@@ -67,17 +67,17 @@ def _prepare_optimizers(stock: Callable[..., None] | None, *, clamp: bool) -> Ca
     def prepare(optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: Any) -> None:
         if stock is not None:
             stock(optimizers, model_parts, parallel_dims)
-        coefficients = [parameter for shift in shifts_of(model_parts) for parameter in shift.parameters()]
+        coefficients = [parameter for shift in find_shifts(model_parts) for parameter in shift.parameters()]
         for optimizer in optimizers:
             for group in list(optimizer.param_groups):
-                _leave_out_of_decay(optimizer, group, {id(parameter) for parameter in coefficients})
+                _exclude_from_decay(optimizer, group, {id(parameter) for parameter in coefficients})
         if clamp:
             optimizers.register_step_post_hook(lambda *_: _clamp(coefficients))
 
     return prepare
 
 
-def _leave_out_of_decay(optimizer: Optimizer, group: dict[str, Any], coefficients: set[int]) -> None:
+def _exclude_from_decay(optimizer: Optimizer, group: dict[str, Any], coefficients: set[int]) -> None:
     """Move the coefficients in a parameter group to a new group without weight decay.
 
     A parameter group in torchtitan's configuration would raise an error in a pipeline stage without attention.
@@ -123,7 +123,7 @@ def _parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
                     f"parallelism.context_parallel_load_balancer must be headtail or None with KV shift, got "
                     f"{balancer!r}: the shift knows the order of tokens only for these"
                 )
-            for shift in shifts_of(model):
+            for shift in find_shifts(model):
                 shift.group, shift.layout = parallel_dims.get_mesh("cp").get_group(), _LAYOUTS[balancer]
         return stock(model, parallel_dims=parallel_dims, parallelism=parallelism, **rest)
 

@@ -60,10 +60,10 @@ def decode_fault(shift: PagedShift) -> str | None:
         seq_lens=torch.tensor([1, 10, 17, 16, 0], device=device, dtype=torch.int32),
         block_table_tensor=torch.tensor([[1, 0], [2, 0], [3, 4], [3, 0], [0, 0]], device=device, dtype=torch.int32),
     )
-    uniform = UniformBatch.of(batch, pages)
+    uniform = UniformBatch.from_batch(batch, pages)
     assert uniform is not None
     expected, shifted, expected_cache = torch.zeros_like(kv), torch.zeros_like(kv), cache.clone()
-    shift.shift_batch(kv, expected, expected_cache, PagedShiftMetadata.of(batch, pages, window))
+    shift.shift_batch(kv, expected, expected_cache, PagedShiftMetadata.from_batch(batch, pages, window))
     try:
         shift.shift_uniform(kv, shifted, cache, uniform, pages)
         if not torch.equal(cache[pages.stride :], expected_cache[pages.stride :]):  # all but vLLM's null block

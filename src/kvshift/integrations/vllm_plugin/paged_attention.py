@@ -57,7 +57,7 @@ class AttentionWithRawRows(Attention):
             )
         config = get_current_vllm_config()
         self.shift_window, self.raw_dtype = shift_window, config.model_config.dtype
-        self.num_raw_rows = shift_window - 1 + config.num_speculative_tokens + _drafts_by_a_model(config)
+        self.num_raw_rows = shift_window - 1 + config.num_speculative_tokens + _has_draft_model(config)
         self.attn_backend = with_raw_rows(self.attn_backend)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
@@ -76,7 +76,7 @@ class AttentionWithRawRows(Attention):
         of_one_size = [own]
         windows = {getattr(spec, "sliding_window", None) for spec in specs.values()}
         if len(windows) > 1 and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-            if _drafts_by_a_model(vllm_config):
+            if _has_draft_model(vllm_config):
                 raise ValueError(
                     "speculative_config: all layers of the model and of its draft model must have the same attention "
                     "window, or none, unless disable_hybrid_kv_cache_manager is set; otherwise vLLM overwrites the "
@@ -88,7 +88,7 @@ class AttentionWithRawRows(Attention):
         padded = round_up(page + self.num_raw_rows * max(rows), math.lcm(*rows))
         block_size = page // own.page_size_bytes * own.block_size
         spec = replace(own, block_size=block_size, page_size_padded=padded)
-        if not takes_whole(self.attn_backend, block_size, spec):
+        if not supports_whole_blocks(self.attn_backend, block_size, spec):
             raise ValueError(
                 f"block_size must give every layer blocks that {self.attn_backend.get_name()} does not split, of "
                 f"{self.attn_backend.get_supported_kernel_block_sizes(spec)} tokens; with {own.block_size}, "
@@ -131,7 +131,7 @@ class AttentionWithRawRows(Attention):
         return self.kv_cache.data_ptr() + self._tail
 
 
-def takes_whole(backend: type[AttentionBackend], block_size: int, spec: AttentionSpec | None = None) -> bool:
+def supports_whole_blocks(backend: type[AttentionBackend], block_size: int, spec: AttentionSpec | None = None) -> bool:
     """Return True if the kernels of `backend` take pages of `block_size` tokens undivided.
 
     vLLM splits other pages into smaller ones, which is impossible with a tail.
@@ -142,7 +142,7 @@ def takes_whole(backend: type[AttentionBackend], block_size: int, spec: Attentio
     )
 
 
-def _drafts_by_a_model(config: VllmConfig) -> bool:
+def _has_draft_model(config: VllmConfig) -> bool:
     return config.speculative_config is not None and config.speculative_config.method == "draft_model"
 
 
@@ -151,10 +151,10 @@ def _row_bytes(spec: AttentionSpec, raw_dtype: torch.dtype) -> int:
     return spec.unpadded_page_size_bytes // spec.block_size // spec.dtype.itemsize * raw_dtype.itemsize
 
 
-def _takes_uniform(layers: Mapping[str, Any]) -> bool:
+def _all_support_uniform(layers: Mapping[str, Any]) -> bool:
     """Return True if there are shifts and each takes a uniform batch in one launch."""
     shifts = [layer for layer in layers.values() if isinstance(layer, PagedShift)]
-    return bool(shifts) and all(shift.takes_uniform for shift in shifts)
+    return bool(shifts) and all(shift.supports_uniform for shift in shifts)
 
 
 @cache
@@ -171,7 +171,7 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
         def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
             """Return the support of `backend`, at most UNIFORM_BATCH; NEVER if shifts take more than one launch."""
             layers = vllm_config.compilation_config.static_forward_context
-            if not _takes_uniform(layers):
+            if not _all_support_uniform(layers):
                 return AttentionCGSupport.NEVER  # graphs are split at every shift
             theirs = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(theirs, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
@@ -192,7 +192,7 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             self.supports_draft_decode_metadata_update = False
             layers = vllm_config.compilation_config.static_forward_context
             layer: Any = layers[layer_names[0]]
-            self.takes_uniform = _takes_uniform(layers)
+            self.supports_uniform = _all_support_uniform(layers)
             self.attention = layer
 
         def build(
@@ -200,16 +200,18 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
         ) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             pages, uniform = self.attention.pages, None
-            if self.takes_uniform:
-                uniform = UniformBatch.of(common_attn_metadata, pages)
-            metadata.kv_shift = uniform or PagedShiftMetadata.of(
+            if self.supports_uniform:
+                uniform = UniformBatch.from_batch(common_attn_metadata, pages)
+            metadata.kv_shift = uniform or PagedShiftMetadata.from_batch(
                 common_attn_metadata, pages, self.attention.shift_window
             )
             return metadata
 
     def preferred_block_size(default_block_size: int) -> int:
         larger = max(default_block_size, PREFERRED_BLOCK_SIZE)
-        return larger if takes_whole(backend, larger) else backend.get_preferred_block_size(default_block_size)
+        return (
+            larger if supports_whole_blocks(backend, larger) else backend.get_preferred_block_size(default_block_size)
+        )
 
     overrides = {"get_builder_cls": lambda: Builder, "get_preferred_block_size": preferred_block_size}
     return subclass_attention_backend_with_overrides(

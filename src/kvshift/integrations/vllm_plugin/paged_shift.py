@@ -30,7 +30,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops.arguments import Call
-from kvshift.ops.boundaries import NOTHING, ShiftPlan, sequence_of_positions
+from kvshift.ops.boundaries import NO_ROW, ShiftPlan, sequence_of_positions
 from kvshift.ops.cpu.kernel import Pool
 from kvshift.ops.dispatch import ShiftPath, shift_path
 from kvshift.ops.shift import shift_keys_values
@@ -67,30 +67,30 @@ class PagedShiftMetadata:
 
     sources: Tensor
     """(1, P, W) int32, the row of the pack or of the cache that each lag of each token reads, as in `ShiftPlan`."""
-    kept: Tensor
+    stored_rows: Tensor
     """(P,) int32, the row of the cache in which each token is stored; -1 if it is not stored."""
 
     @property
     def num_tokens(self) -> int:
         """P, without the padding that a CUDA graph appends to the batch."""
-        return len(self.kept)
+        return len(self.stored_rows)
 
     @cached_property
     def plan(self) -> ShiftPlan:
         return ShiftPlan(self.sources, self.sources.new_empty(1, 0), None)
 
     @cached_property
-    def is_kept(self) -> Tensor:
+    def is_stored(self) -> Tensor:
         """(P, 1) booleans, True for tokens that are stored."""
-        return self.kept[:, None] >= 0
+        return self.stored_rows[:, None] >= 0
 
     @cached_property
-    def own(self) -> Tensor:
+    def write_rows(self) -> Tensor:
         """(P,) the row to which each token is written; row 0, in vLLM's null block, for tokens that are not stored."""
-        return self.kept.clamp(min=0).long()
+        return self.stored_rows.clamp(min=0).long()
 
     @classmethod
-    def of(cls, batch: CommonAttentionMetadata, pages: Pages, window: int) -> Self:
+    def from_batch(cls, batch: CommonAttentionMetadata, pages: Pages, window: int) -> Self:
         """Return the metadata of a batch.
 
         A token reads tokens of its own piece from the pack, and earlier ones from the cache. The exception is a token
@@ -103,10 +103,10 @@ class PagedShiftMetadata:
         piece, lags = sequence_of_positions(begins, num_tokens), torch.arange(window, device=slots.device)
 
         # Only the last tokens of a piece or of a block are stored, as many as a ring has rows.
-        is_kept = slots >= 0
+        is_stored = slots >= 0
         if batch.max_query_len > pages.rows:
             is_last_of_piece = index + pages.rows >= begins[1:][piece]
-            is_kept &= is_last_of_piece | (slots % pages.tokens >= pages.tokens - pages.rows)
+            is_stored &= is_last_of_piece | (slots % pages.tokens >= pages.tokens - pages.rows)
 
         # The W - 1 tokens before each piece, the newest first.
         before = (batch.seq_lens[: batch.num_reqs] - tokens)[:, None] - lags[1:]
@@ -117,12 +117,12 @@ class PagedShiftMetadata:
             ordered, order = slots.sort()
             found = torch.searchsorted(ordered, slots_before).clamp(max=num_tokens - 1)
             rows_before = torch.where(ordered[found] == slots_before, order[found], rows_before)
-        rows_before = torch.where(before >= 0, rows_before, NOTHING)
+        rows_before = torch.where(before >= 0, rows_before, NO_ROW)
 
         behind = (index - begins[piece])[:, None] - lags  # negative before the piece
         of_cache = rows_before[piece[:, None], (-1 - behind).clamp(min=0)]
         sources = torch.where(behind >= 0, index[:, None] - lags, of_cache).int()[None]
-        return cls(sources=sources, kept=torch.where(is_kept, pages.row(slots), -1).int())
+        return cls(sources=sources, stored_rows=torch.where(is_stored, pages.row(slots), -1).int())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class UniformBatch:
     """(S, blocks) the numbers of the blocks of each sequence."""
 
     @classmethod
-    def of(cls, batch: CommonAttentionMetadata, pages: Pages) -> Self | None:
+    def from_batch(cls, batch: CommonAttentionMetadata, pages: Pages) -> Self | None:
         """Return the batch with its padding; None if its pieces differ in length or are longer than the ring."""
         tokens, each, sequences = batch.num_actual_tokens, batch.max_query_len, batch.num_reqs
         if tokens != each * sequences or each > pages.rows:
@@ -224,7 +224,7 @@ class PagedShift(KVShift):
         return Pool(self.weights, self.head_size, self.dtype) if self.path == "cpu" else None
 
     @cached_property
-    def takes_uniform(self) -> bool:
+    def supports_uniform(self) -> bool:
         """Whether `shift_uniform` can be used: on a GPU, if it gives the results of `shift_batch`."""
         if self.path != "triton":
             return False
@@ -252,13 +252,13 @@ class PagedShift(KVShift):
             metadata: the rows that the batch reads and writes.
         """
         if self.pool is not None:
-            self.pool.shift(kv, shifted, rows.data_ptr(), len(rows), metadata.sources, metadata.kept)
+            self.pool.shift(kv, shifted, rows.data_ptr(), len(rows), metadata.sources, metadata.stored_rows)
             return
         x, state = (numbers.view(1, -1, len(self.weights), self.head_size) for numbers in (kv, rows))
         call = Call(None, x, x, self.weights, None, state, state, max_rows=0)
         y, *_ = shift_keys_values(call._replace(**metadata.plan._asdict()))
         shifted.view_as(x).copy_(y)
-        rows.index_copy_(0, metadata.own, torch.where(metadata.is_kept, kv, 0))
+        rows.index_copy_(0, metadata.write_rows, torch.where(metadata.is_stored, kv, 0))
 
 
 @cache
@@ -296,7 +296,7 @@ def kv_shift(kv: torch.Tensor, shifted: torch.Tensor, layer_name: str) -> None:
     attention = context.no_compile_layers[shift.attention]
     if shift.pool is not None:  # creating a tensor would take longer than the shift of a token
         shift.pool.shift(
-            kv, shifted, attention.raw_rows_address(), attention.pages.count, metadata.sources, metadata.kept
+            kv, shifted, attention.raw_rows_address(), attention.pages.count, metadata.sources, metadata.stored_rows
         )
         return
     tokens = metadata.num_tokens

@@ -24,7 +24,7 @@ from kvshift.models.retrofit import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
+class AttentionOptions:
     """The attention options of one layer; the families differ in nothing else.
 
     Attributes:
@@ -44,15 +44,15 @@ class Heads:
     window: int | None = None
 
 
-def heads_of(config: Any, layer: int) -> Heads:
+def get_attention_options(config: Any, layer: int) -> AttentionOptions:
     """Return the attention options of one layer, from a configuration of transformers."""
     window = config.sliding_window if "sliding" in config.layer_types[layer] else None
     if config.model_type == "baichuan_m1":
         heads, kv_heads = config.heads(layer)
-        return Heads(heads=heads, kv_heads=kv_heads, size=config.hidden_size // heads, window=window)
+        return AttentionOptions(heads=heads, kv_heads=kv_heads, size=config.hidden_size // heads, window=window)
     family = next(family for family in FAMILIES if family.config.model_type == config.model_type)
     heads, kv_heads = family.heads(config)
-    return Heads(
+    return AttentionOptions(
         heads=heads,
         kv_heads=kv_heads,
         size=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -69,8 +69,8 @@ class ServedAttention(nn.Module):
     Args:
         config: configuration of transformers.
         hidden_size: E.
-        num_heads, num_kv_heads, bias, bias_o_proj, attn_type: passed by `LlamaDecoderLayer`, but not used: `heads_of`
-            determines them.
+        num_heads, num_kv_heads, bias, bias_o_proj, attn_type: passed by `LlamaDecoderLayer`, but not used:
+            `get_attention_options` determines them.
         max_position_embeddings: number of positions in the rotary tables.
         quant_config: how projections are quantized; None if they are not.
         cache_config: options of vLLM's KV cache.
@@ -92,7 +92,7 @@ class ServedAttention(nn.Module):
         attn_type: str,
     ) -> None:
         super().__init__()
-        own, shift_options = heads_of(config, extract_layer_index(prefix)), shift_options_of(config)
+        own, shift_options = get_attention_options(config, extract_layer_index(prefix)), get_shift_options(config)
         self.head_dim = own.size
         self.qkv_proj = QKVParallelLinear(
             hidden_size,
@@ -150,7 +150,7 @@ class ServedAttention(nn.Module):
         return norm(x.view(*x.shape[:-1], -1, self.head_dim)).view(x.shape)
 
 
-def shift_options_of(config: Any) -> ShiftOptions:
+def get_shift_options(config: Any) -> ShiftOptions:
     """Return the shift options of a configuration; a configuration of Baichuan-M1 has only targets and window."""
     if hasattr(config, "shift_constraint"):
         return ShiftOptions.of(config)

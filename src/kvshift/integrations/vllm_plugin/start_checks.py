@@ -13,7 +13,7 @@ from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
 _ROTARY = ("default", "linear", "llama3", "yarn")  # "dynamic" has different angles in vLLM and transformers
 _DRAFTS = ("ngram", "draft_model")
 _EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
-_TESTED = ((("int", 8), ("int", 8)), (("float", 8), ("float", 8)), (("int", 4), None))
+_TESTED_SCHEMES = ((("int", 8), ("int", 8)), (("float", 8), ("float", 8)), (("int", 4), None))
 """Tested schemes of compressed-tensors: type and bits of the weights and of the inputs; None if not quantized."""
 
 
@@ -108,13 +108,13 @@ def _is_tested(model: Any) -> bool:
         return False
     groups = described.get("config_groups", {}).values()
     return all(
-        _numbers(group, "weights", "input_activations") in _TESTED
+        _types_and_bits(group, "weights", "input_activations") in _TESTED_SCHEMES
         and group["weights"].get("actorder") in (None, "static", "weight")  # vLLM reads no order of inputs
         for group in groups
     )
 
 
-def _numbers(group: dict[str, Any], *names: str) -> tuple[Any, ...]:
+def _types_and_bits(group: dict[str, Any], *names: str) -> tuple[Any, ...]:
     """Return (type, bits) for each name in a group of compressed-tensors; None for one that is not quantized."""
     kinds = [group.get(name) for name in names]
     return tuple(kind and (kind.get("type"), kind.get("num_bits")) for kind in kinds)

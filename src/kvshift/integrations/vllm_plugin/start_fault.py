@@ -18,7 +18,7 @@ MESSAGES = ("EngineCore failed to start.", "WorkerProc failed to start.")
 """Messages that vLLM logs in a process that fails to start."""
 
 
-class _FaultKeeper(logging.Handler):
+class _FaultRecorder(logging.Handler):
     """Writes the reason of the first failure to a file, unless the file exists."""
 
     def __init__(self, path: str) -> None:
@@ -29,23 +29,23 @@ class _FaultKeeper(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and record.msg in MESSAGES:
             with suppress(OSError), open(self.path, "x", encoding="utf-8") as file:
-                file.write(reason_of(error))
+                file.write(error_reason(error))
 
 
-def keep_start_fault() -> None:
+def record_start_fault() -> None:
     """Watch vLLM's log if `kvshift serve` has started this process. It may be called more than once."""
     path, log = os.environ.get(FAULT_FILE), logging.getLogger("vllm")
-    if path is not None and not any(isinstance(handler, _FaultKeeper) for handler in log.handlers):
-        log.addHandler(_FaultKeeper(path))
+    if path is not None and not any(isinstance(handler, _FaultRecorder) for handler in log.handlers):
+        log.addHandler(_FaultRecorder(path))
 
 
-def reason_of(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Return the reason of an error in one line."""
-    text = "; ".join(refused_within(error)) or _one_line(error)
+    text = "; ".join(validation_faults(error)) or _one_line(error)
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
 
-def refused_within(error: BaseException) -> list[str]:
+def validation_faults(error: BaseException) -> list[str]:
     """Return the faults in a validation error of pydantic, which validates vLLM's options; [] for any other error.
 
     The error's own text also contains the values of all options and a link.

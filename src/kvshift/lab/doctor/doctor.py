@@ -139,18 +139,18 @@ def _kernels(name: str) -> dict[str, str]:
     import torch
 
     from kvshift.ops.cpu import kernel
-    from kvshift.ops.triton.call import triton_refusal
+    from kvshift.ops.triton.call import triton_unsupported_reason
 
     found = {}
     for device in _devices(name):
         x = torch.empty(0, device=device)
         if device.type == "cpu":
-            refusal = kernel.cpu_refusal(x, 2)
+            refusal = kernel.cpu_unsupported_reason(x, 2)
             note = Path(kernel.__file__).with_name("_kernel.build.txt")
             if refusal is not None and note.exists():
                 refusal += "\n" + note.read_text(encoding="utf-8", errors="replace").strip()
             found["cpu kernel"] = "built, and it loads" if refusal is None else f"missing: {refusal}"
-        found[f"triton on {device}"] = triton_refusal(x, 2) or "kernels can be launched"
+        found[f"triton on {device}"] = triton_unsupported_reason(x, 2) or "kernels can be launched"
     return found
 
 
@@ -174,8 +174,8 @@ def _backends(name: str, wrong: list[str]) -> list[dict[str, str]]:
 def _why(takes: str, device: Any, dtype: str, call: str) -> str:
     import torch
 
-    from kvshift.ops.cpu.kernel import cpu_refusal
-    from kvshift.ops.triton.call import triton_refusal
+    from kvshift.ops.cpu.kernel import cpu_unsupported_reason
+    from kvshift.ops.triton.call import triton_unsupported_reason
 
     if os.environ.get("KVSHIFT_BACKEND", "auto") != "auto":
         return f"KVSHIFT_BACKEND={os.environ['KVSHIFT_BACKEND']}"
@@ -188,7 +188,8 @@ def _why(takes: str, device: Any, dtype: str, call: str) -> str:
     if device.type == "cpu" and "compiled" in call:
         return "torch.compile fuses its operations"
     x = torch.empty(0, dtype=getattr(torch, dtype), device=device)
-    return (triton_refusal if device.type == "cuda" else cpu_refusal)(x, 2) or "the kernels failed their self-test"
+    unsupported_reason = triton_unsupported_reason if device.type == "cuda" else cpu_unsupported_reason
+    return unsupported_reason(x, 2) or "the kernels failed their self-test"
 
 
 def _calls(device: Any, dtype: str) -> dict[str, Callable[[], str]]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import ShiftState, kv_shift
-from kvshift.ops.cpu.kernel import cpu_refusal
+from kvshift.ops.cpu.kernel import cpu_unsupported_reason
 from kvshift.ops.small_calls import HEADS, Edge, Kind, difference, outcome
-from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.triton.call import triton_unsupported_reason
 
 _K_SIZE, _V_SIZE = 20, 19  # longer than a vector register of the CPU, and not a multiple of its length
 
@@ -109,7 +109,11 @@ def edge_suite(
         return difference(outcome(EDGES[edge], kind, backend), expected, kind.dtype)
 
     rows = []
-    refusals: dict[str, Callable[..., Any]] = {"cpu": cpu_refusal, "triton": triton_refusal, "eager": lambda *_: None}
+    refusals: dict[str, Callable[..., Any]] = {
+        "cpu": cpu_unsupported_reason,
+        "triton": triton_unsupported_reason,
+        "eager": lambda *_: None,
+    }
     for device in devices:
         for backend, refusal in refusals.items():
             if refusal(torch.empty(0, device=device), 2) is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshift.layers import KVShift
-from kvshift.layers.recompute import KEEP_ALL
+from kvshift.layers.recompute import SAVE_ALL
 from kvshift.models.decoder import Finish
 from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import Results, _finish
@@ -27,7 +27,7 @@ from kvshift.ops.torch_ops import shift_traceable, state_after
 REPLACED = {
     "CoefficientCache": "kvshift.ops.decode",
     "shift_norm_rope": "kvshift.ops.attention_inputs",
-    "shift_into": "kvshift.models.decoder",
+    "shift_and_cache": "kvshift.models.decoder",
     "_shareable": "kvshift.ops.boundaries",
     "shared_plans": "kvshift.ops.boundaries",
 }
@@ -70,7 +70,7 @@ def shift_norm_rope(
     mask: Tensor | None = None,
     keep_state: bool = True,
     backend: str = "auto",
-    kept: CoefficientCache | None = None,
+    coefficient_cache: CoefficientCache | None = None,
 ) -> Results:
     """Shift, then normalise queries and keys, then rotate them. For the arguments, see `KVShift.forward`."""
     if backend != "auto":
@@ -101,7 +101,7 @@ def shift_norm_rope(
     return *_finish(q, k, norms, rotary), v, new
 
 
-def shift_into(
+def shift_and_cache(
     shift: KVShift,
     q: Tensor,
     k: Tensor,
@@ -129,4 +129,4 @@ def shift_into(
     if finish is not None:
         q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return q, *((k, v) if cache is None else cache.update(k, v, layer_idx)), KEEP_ALL
+    return q, *((k, v) if cache is None else cache.update(k, v, layer_idx)), SAVE_ALL

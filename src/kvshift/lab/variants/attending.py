@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from kvshift.models.decoder import ShiftedAttention, shift_into
+from kvshift.models.decoder import ShiftedAttention, shift_and_cache
 
 
 def require_token_mask(attention_mask: Any, variant: str) -> None:
@@ -38,7 +38,7 @@ class Attending(ShiftedAttention):
         cache: Cache | None = None,
         **where: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value, keep_raw = shift_into(
+        query, key, value, keep_raw = shift_and_cache(
             self.shift,
             *self.project(hidden_states),
             past_key_values if cache is None else cache,

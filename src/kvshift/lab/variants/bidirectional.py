@@ -30,7 +30,7 @@ from kvshift.lab.tasks.option_checks import check_at_least, check_choices
 from kvshift.lab.variants.attending import require_token_mask
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder
 from kvshift.layers import KVShift, ShiftOptions
-from kvshift.layers.recompute import KEEP_ALL
+from kvshift.layers.recompute import SAVE_ALL
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.models.llama.modeling import KVShiftLlamaPreTrainedModel
 from kvshift.ops import shift_tokens
@@ -102,7 +102,7 @@ class BidirectionalShift(KVShift):
 
     def recomputing(self, *_: Any, **__: Any) -> Any:
         """See `KVShift.recomputing`; here autograd saves the inputs of attention and recomputes nothing."""
-        return KEEP_ALL
+        return SAVE_ALL
 
 
 @dataclass(frozen=True, kw_only=True)

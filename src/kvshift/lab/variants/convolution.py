@@ -21,7 +21,7 @@ from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops import ShiftState
 from kvshift.ops.boundaries import ShiftPlan, plan_shift
-from kvshift.ops.torch_ops import pick, state_after
+from kvshift.ops.torch_ops import gather_rows, state_after
 
 
 def convolve(
@@ -45,7 +45,10 @@ def convolve(
     y = x.to(dtype) if residual else torch.zeros_like(x, dtype=dtype)
     for lag, of_lag in enumerate(weight.to(dtype).view(*x.shape[2:], window).unbind(-1)):
         start = past - lag
-        before = all_rows[:, start : start + length] if plan is None else pick(all_rows, plan.sources[:, :, lag] + past)
+        if plan is None:
+            before = all_rows[:, start : start + length]
+        else:
+            before = gather_rows(all_rows, plan.sources[:, :, lag] + past)
         y = torch.addcmul(y, before, of_lag)
     return y.to(x.dtype)
 

@@ -22,7 +22,7 @@ from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.small_gpt2 import LabGPT2
 from kvshift.lab.variants.variant import ModelVariant, Size
 from kvshift.layers import KVShift
-from kvshift.layers.recompute import KEEP_ALL
+from kvshift.layers.recompute import SAVE_ALL
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.retrofit.family import add_child
 from kvshift.ops import ShiftState, shift_tokens
@@ -79,7 +79,7 @@ class TokenMixing(nn.Module):
 
     def recomputing(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """See `KVShift.recomputing`; here autograd saves the inputs of attention and recomputes nothing."""
-        return KEEP_ALL
+        return SAVE_ALL
 
 
 def _place(model: Any) -> None:

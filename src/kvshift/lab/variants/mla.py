@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from kvshift import ShiftState, kv_shift
 from kvshift.lab.variants.model_classes import NamedConfig
 from kvshift.lab.variants.variant import ModelVariant
-from kvshift.models.decoder import shift_into
+from kvshift.models.decoder import shift_and_cache
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.ops.rope import Rotary, apply_rotary
@@ -170,7 +170,7 @@ class _LatentAttention(KVShiftLlamaAttention):
             key, value = self._decompress(latent)
             of_head_0 = [key[:, :, :1], *([r[..., : sizes.rope]] if sizes.shifts_rope else [])]
             k, v = torch.cat([latent, *of_head_0], dim=-1), torch.cat([r, value[:, :, 1:2]], dim=-1)
-        query, k, v, _ = shift_into(
+        query, k, v, _ = shift_and_cache(
             self.shift,
             query,
             k,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvshift.lab.variants.model_classes import NamedConfig
-from kvshift.models.versions import CACHE, given_cache
+from kvshift.models.versions import CACHE, resolve_cache_argument
 
 
 class UncachedConfig(NamedConfig):
@@ -24,7 +24,7 @@ class UncachedDecoder:
     def forward(
         self, *args: Any, past_key_values: Any = None, cache: Any = None, use_cache: Any = None, **kwargs: Any
     ) -> Any:
-        if use_cache or given_cache(past_key_values, cache) is not None:
+        if use_cache or resolve_cache_argument(past_key_values, cache) is not None:
             raise ValueError(f"use_cache must be False and {CACHE} None: {_no_cache(self)}")
         return super().forward(*args, use_cache=False, **kwargs)  # type: ignore[misc]
 

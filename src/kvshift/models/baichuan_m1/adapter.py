@@ -29,7 +29,7 @@ class LoraNormHead(LoraLinear):
     """
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
-        refuse_others(config)
+        require_supported_lora(config)
         super().update_layer(adapter_name, *args, config=config, **kwargs)
 
     @property
@@ -75,15 +75,15 @@ class LoraNormHead(LoraLinear):
         return squares.clamp(min=torch.finfo(wide).tiny).sqrt() + 1e-7
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
-        with self._head.showing_raw():
+        with self._head.exposing_raw_weight():
             super().merge(*args, **kwargs)
 
     def unmerge(self) -> None:
-        with self._head.showing_raw():
+        with self._head.exposing_raw_weight():
             super().unmerge()
 
 
-def as_adapter(module: Any) -> nn.Module:
+def to_lora_norm_head(module: Any) -> nn.Module:
     """Convert the module by which peft replaces a NormHead, or raise a TypeError if it is not supported."""
     kind = type(module)
     if kind is ModulesToSaveWrapper or kind is LoraNormHead:
@@ -96,7 +96,7 @@ def as_adapter(module: Any) -> nn.Module:
     raise _refusal(f"peft's {kind.__name__}")
 
 
-def refuse_others(config: Any) -> None:
+def require_supported_lora(config: Any) -> None:
     """Raise a TypeError for a LoRA configuration that reads or writes the weight of the head in an unsupported way."""
     if config.init_lora_weights not in _INIT:
         raise _refusal(f"init_lora_weights={config.init_lora_weights!r}")

@@ -30,7 +30,7 @@ class NormHead(nn.Linear):
 
     _shows_raw = False
     _keeps_lengths = False
-    _kept_lengths: Tensor | None = None
+    _cached_row_lengths: Tensor | None = None
 
     @property
     def raw(self) -> Tensor:
@@ -57,7 +57,7 @@ class NormHead(nn.Linear):
         del self.__dict__["weight"]
 
     @contextmanager
-    def showing_raw(self) -> Iterator[None]:
+    def exposing_raw_weight(self) -> Iterator[None]:
         """Let `weight` return the parameter within this context, for code that writes to it."""
         before, self._shows_raw = self._shows_raw, True
         try:
@@ -66,16 +66,16 @@ class NormHead(nn.Linear):
             self._shows_raw = before
 
     @contextmanager
-    def keeping_lengths(self) -> Iterator[None]:
+    def caching_row_lengths(self) -> Iterator[None]:
         """Compute the V row lengths once, not at every call. The parameter must not change within this context."""
         before, self._keeps_lengths = self._keeps_lengths, True
         try:
             yield
         finally:
-            self._keeps_lengths, self._kept_lengths = before, None
+            self._keeps_lengths, self._cached_row_lengths = before, None
 
     def reset_parameters(self) -> None:
-        with self.showing_raw():
+        with self.exposing_raw_weight():
             super().reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -83,10 +83,10 @@ class NormHead(nn.Linear):
         logits = functional.linear(input, raw)
         if not self._keeps_lengths or torch.compiler.is_compiling():
             lengths = row_lengths(raw)
-        elif self._kept_lengths is None:
-            lengths = self._kept_lengths = row_lengths(raw)
+        elif self._cached_row_lengths is None:
+            lengths = self._cached_row_lengths = row_lengths(raw)
         else:
-            lengths = self._kept_lengths
+            lengths = self._cached_row_lengths
         return (logits.to(lengths.dtype) / lengths).to(logits.dtype)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -124,7 +124,7 @@ def row_lengths(matrix: Tensor) -> Tensor:
     return torch.linalg.vector_norm(matrix, dim=1, dtype=wide) + 1e-7
 
 
-def as_head(module: nn.Module) -> nn.Module:
+def to_norm_head(module: nn.Module) -> nn.Module:
     """Convert a module to the `lm_head` of a model: a Linear, as from `resize_token_embeddings`, becomes a NormHead.
 
     A layer of another class, such as a quantized one, is returned unchanged: it holds a copy of `NormHead.weight`.
@@ -137,9 +137,9 @@ def as_head(module: nn.Module) -> nn.Module:
     if kind is nn.Linear and module.bias is None:
         module.__class__ = NormHead
     if kind.__module__.partition(".")[0] == "peft" and "peft" in sys.modules:
-        from kvshift.models.baichuan_m1.adapter import as_adapter
+        from kvshift.models.baichuan_m1.adapter import to_lora_norm_head
 
-        return as_adapter(module)
+        return to_lora_norm_head(module)
     if any(isinstance(part, NormHead) for part in module.modules()):  # the module itself, or one inside FSDP
         return module
     if any(tensor.is_meta for tensor in module.parameters()) or kind is nn.Linear:

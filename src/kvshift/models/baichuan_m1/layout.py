@@ -72,7 +72,7 @@ class _ToReleased(ConversionOps):
         return _ToCoefficients()
 
 
-class _IfRead(WeightConverter):
+class _SaveOnlyIfLoaded(WeightConverter):
     """A converter that saves weights under the earlier names only if they were loaded under them."""
 
     def reverse_transform(self) -> WeightTransform:
@@ -83,7 +83,7 @@ def conversions() -> list[WeightConverter]:
     """Return the converters for `from_pretrained` of transformers and, reversed, for `save_pretrained`."""
     return [
         kind(f"self_attn.{released}", f"self_attn.{ours}", operations=[_ToCoefficients()])
-        for kind, names in ((WeightConverter, _NAMES), (_IfRead, _EARLIER))
+        for kind, names in ((WeightConverter, _NAMES), (_SaveOnlyIfLoaded, _EARLIER))
         for released, ours in names.items()
     ]
 

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import (
 from kvshift.layers import KVShift
 from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
 from kvshift.models.baichuan_m1.dispatched import load_convolutions
-from kvshift.models.baichuan_m1.head import NormHead, as_head
+from kvshift.models.baichuan_m1.head import NormHead, to_norm_head
 from kvshift.models.baichuan_m1.layout import BOTH_NAMES, both_names, load_released_names, released_name
 from kvshift.models.decoder import ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
@@ -75,7 +75,7 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
     _can_record_outputs: ClassVar = {"hidden_states": BaichuanM1DecoderLayer, "attentions": BaichuanM1Attention}
 
     def _init_weights(self, module: nn.Module) -> None:
-        with module.showing_raw() if isinstance(module, NormHead) else nullcontext():
+        with module.exposing_raw_weight() if isinstance(module, NormHead) else nullcontext():
             super()._init_weights(module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,21 +151,21 @@ class BaichuanM1ForCausalLM(ShiftedGeneration, BaichuanM1PreTrainedModel, LlamaF
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Resize as transformers does, which reads and writes the parameter of the head."""
-        with self.lm_head.showing_raw() if isinstance(self.lm_head, NormHead) else nullcontext():
+        with self.lm_head.exposing_raw_weight() if isinstance(self.lm_head, NormHead) else nullcontext():
             return super().resize_token_embeddings(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does; the lengths of the head's rows are computed once for all tokens."""
-        with self.lm_head.keeping_lengths() if isinstance(self.lm_head, NormHead) else nullcontext():
+        with self.lm_head.caching_row_lengths() if isinstance(self.lm_head, NormHead) else nullcontext():
             return super().generate(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. A replacement of the head must normalise its rows to length 1 too; see `as_head`."""
+        """Set an attribute. A replacement of the head must normalise its rows to length 1 too; see `to_norm_head`."""
         if name == "lm_head":
-            value = as_head(value)
+            value = to_norm_head(value)
         elif name == "peft_config" and type(getattr(self, "lm_head", None)).__name__ == "LoraNormHead":
-            from kvshift.models.baichuan_m1.adapter import refuse_others
+            from kvshift.models.baichuan_m1.adapter import require_supported_lora
 
             for config in value.values():
-                refuse_others(config)
+                require_supported_lora(config)
         super().__setattr__(name, value)

@@ -27,9 +27,9 @@ def greedy(prompts: Iterable[Batch], embedded: bool = False, new: int = _NEW, **
         if embedded:
             batch.subject.require("inputs_embeds")
         output = batch.subject.generate(batch.ids, batch.attention_mask, new=new, embedded=embedded, **options)
-        for row, _, prompt, _ in batch.places:
+        for row, _, prompt, _ in batch.sequences:
             tokens = output.sequences[row].cpu()[-len(output.logits) :]  # without the prompt, if there is one
-            reference = batch.subject.alone(torch.cat([prompt, tokens]))[len(prompt) - 1 : -1]
+            reference = batch.subject.reference_logits(torch.cat([prompt, tokens]))[len(prompt) - 1 : -1]
             logits = torch.stack([logits[row].cpu().double() for logits in output.logits])
             missed = reference.amax(1) - reference.gather(1, tokens.unsqueeze(1)).squeeze(1)  # each may be off by half
             errors = torch.maximum(differences(logits, reference), missed / 2)
@@ -49,7 +49,7 @@ def beams(subject: Subject) -> None:
 
     def log_probabilities(sequence: Tensor) -> Tensor:
         """Return the log-probabilities of the new tokens according to the reference."""
-        scores = subject.alone(sequence)[start - 1 : -1].log_softmax(-1)
+        scores = subject.reference_logits(sequence)[start - 1 : -1].log_softmax(-1)
         return scores.gather(1, sequence[start:].unsqueeze(1)).squeeze(1)
 
     output = search()
@@ -72,7 +72,7 @@ def assisted(subject: Subject) -> None:
     prompt = subject.tokens(subject.length // 2)
     reference, wrong, right = prompt, subject.vocabulary[:2], cycle(range(5))
     for _ in range(2 * _NEW + 5):
-        reference = torch.cat([reference, subject.alone(reference)[-1:].argmax(-1)])
+        reference = torch.cat([reference, subject.reference_logits(reference)[-1:].argmax(-1)])
 
     def draft(input_ids: Tensor, **options: Any) -> tuple[Tensor, None]:
         new, kept = reference[input_ids.shape[1] :][:4].clone(), next(right)

@@ -18,7 +18,7 @@ Rows = Iterable[Tensor | Sequence[Tensor]]
 ALL = {"": slice(None)}
 
 
-class Place(NamedTuple):
+class BatchSequence(NamedTuple):
     """A sequence in a batch: its row, its columns in increasing order, its tokens, and its name in a pack."""
 
     row: int
@@ -48,14 +48,14 @@ class Batch:
         self.packed = any(len(pack) > 1 for pack in packs)
         self.ids = subject.tokens(len(packs), self.width)
         self.attention_mask, self.seq_idx = torch.zeros_like(self.ids), torch.zeros_like(self.ids, dtype=torch.int32)
-        self.cache, self.column, self.places = None, 0, list[Place]()
+        self.cache, self.column, self.sequences = None, 0, list[BatchSequence]()
         for row, pack in enumerate(packs):
             start = self.width - lengths[row] if padding == "left" else 0
             for index, tokens in enumerate(pack):
                 columns = list(range(start, start + len(tokens)))
                 self.ids[row, columns], self.attention_mask[row, columns] = tokens, 1
                 self.seq_idx[row, columns] = index + 1
-                self.places.append(Place(row, columns, tokens, f"document {index}" if self.packed else ""))
+                self.sequences.append(BatchSequence(row, columns, tokens, f"document {index}" if self.packed else ""))
                 start += len(tokens) + gap
 
     @property
@@ -65,18 +65,18 @@ class Batch:
         if not self.packed:
             return (self.attention_mask.cumsum(1) - 1).clamp(min=0) + first
         positions = torch.zeros_like(self.ids)
-        for place in self.places:
-            positions[place.row, place.columns] = torch.arange(len(place.tokens)) + first
+        for sequence in self.sequences:
+            positions[sequence.row, sequence.columns] = torch.arange(len(sequence.tokens)) + first
         return positions
 
     @property
     def cu_seq_lens_q(self) -> Tensor:
         """Start of each document in a single row, and the end of the row: (documents + 1,)."""
-        return torch.tensor([*(place.columns[0] for place in self.places), self.width], dtype=torch.int32)
+        return torch.tensor([*(sequence.columns[0] for sequence in self.sequences), self.width], dtype=torch.int32)
 
     @property
     def max_length_q(self) -> int:
-        return max(len(place.tokens) for place in self.places)
+        return max(len(sequence.tokens) for sequence in self.sequences)
 
     cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
 
@@ -85,8 +85,8 @@ class Batch:
 
         The position_ids of a pack mark its documents; those of other batches are only passed to models that take them.
         """
-        takes = self.subject.takes
-        values = {name: getattr(self, name) for name in names if self.packed or name != "position_ids" or takes(name)}
+        accepts = self.subject.accepts
+        values = {name: getattr(self, name) for name in names if self.packed or name != "position_ids" or accepts(name)}
         for name, columns in (("attention_mask", slice(part.stop)), ("position_ids", part)):
             if name in values:
                 values[name] = values[name][:, columns]
@@ -107,8 +107,10 @@ class Batch:
     def extend(self, new: Tensor) -> None:
         """Append `new` (B, N) to the last sequence of each row, after any padding; drop the earlier sequences."""
         columns = list(range(self.width, self.width + new.shape[1]))
-        last = {place.row: place for place in self.places}.values()
-        self.places = [Place(i, [*at, *columns], torch.cat([tokens, new[i]]), "") for i, at, tokens, _ in last]
+        last = {sequence.row: sequence for sequence in self.sequences}.values()
+        self.sequences = [
+            BatchSequence(i, [*at, *columns], torch.cat([tokens, new[i]]), "") for i, at, tokens, _ in last
+        ]
         self.ids = torch.cat([self.ids, new], dim=1)
         self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(new)], dim=1)
         self.width = self.ids.shape[1]
@@ -121,15 +123,17 @@ class Batch:
         Args:
             logits, reference: (B, columns, V); values at padding are ignored.
         """
-        for place in self.places:
-            first, end = (bisect_left(place.columns, column) for column in (start, start + logits.shape[1]))
+        for sequence in self.sequences:
+            first, end = (bisect_left(sequence.columns, column) for column in (start, start + logits.shape[1]))
             if first == end:
                 continue
-            where = place.row, torch.tensor(place.columns[first:end]) - start
-            expected = self.subject.alone(place.tokens)[first:end] if reference is None else reference[where]
-            position = place.columns[first] if self.packed else first
-            label = place.label if reference is None else ""
-            self.subject.result.add(logits[where], expected, sequence=place.row, start=position, within=label)
+            where = sequence.row, torch.tensor(sequence.columns[first:end]) - start
+            expected = (
+                self.subject.reference_logits(sequence.tokens)[first:end] if reference is None else reference[where]
+            )
+            position = sequence.columns[first] if self.packed else first
+            label = sequence.label if reference is None else ""
+            self.subject.result.add(logits[where], expected, sequence=sequence.row, start=position, within=label)
 
     def compare_calls(self, sizes: Iterable[int], names: Iterable[str] = ()) -> None:
         """Feed these numbers of columns in successive calls with a cache; compare each with the sequences alone."""
@@ -144,19 +148,19 @@ def unpadded(subject: Subject, shapes: dict[str, tuple[int, int]]) -> Iterator[B
     return (Batch(subject, tokens, case) for case, tokens in zip(shapes, several, strict=True))
 
 
-def unequal(subject: Subject) -> list[Tensor]:
+def draw_sequences(subject: Subject) -> list[Tensor]:
     """Draw four sequences of unequal lengths, one of them a single token."""
     return [subject.tokens(n) for n in (3, subject.length, 1, subject.length // 2)]
 
 
 def padded(subject: Subject, side: str, cases: Mapping[str, slice] = ALL, width: int = 0) -> Iterator[Batch]:
-    """Yield for each case a batch of the sequences from `unequal` that it selects."""
-    sequences = unequal(subject)
+    """Yield for each case a batch of the sequences from `draw_sequences` that it selects."""
+    sequences = draw_sequences(subject)
     for case, some in cases.items():
         yield Batch(subject, sequences[some], case, side, width)
 
 
-def documents(subject: Subject) -> list[Tensor]:
+def draw_documents(subject: Subject) -> list[Tensor]:
     """Draw five documents of unequal lengths, one of them a single token."""
     length = subject.length
     lengths = [max(length // 5, 2), 1, max(length // 3, 2), 2]
@@ -165,12 +169,12 @@ def documents(subject: Subject) -> list[Tensor]:
 
 def one_pack(subject: Subject) -> Iterator[Batch]:
     """Yield one batch, of five documents in one row."""
-    yield Batch(subject, [documents(subject)])
+    yield Batch(subject, [draw_documents(subject)])
 
 
 def several_packs(subject: Subject, *orders: Sequence[int]) -> Iterator[Batch]:
     """Yield a batch for each order of three rows of the same length: two with different boundaries, one without any."""
-    five = documents(subject)
+    five = draw_documents(subject)
     rows = [five, [*five[3:], *five[:3]], [torch.cat(five)]]
     for order in orders:
         yield Batch(subject, [rows[number] for number in order], f"{len(order)} rows")
@@ -178,6 +182,6 @@ def several_packs(subject: Subject, *orders: Sequence[int]) -> Iterator[Batch]:
 
 def padded_packs(subject: Subject, *sides: str) -> Iterator[Batch]:
     """Yield for each side of the padding a batch with rows of 1, 3, 5 and 3 documents."""
-    five = documents(subject)
+    five = draw_documents(subject)
     for side in sides:
         yield Batch(subject, [five[-1:], five[:3], five, five[1:4]], f"{side} padding", side)

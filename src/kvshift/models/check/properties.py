@@ -16,13 +16,13 @@ from transformers import StaticCache
 
 from kvshift.models.check.findings import NotSupportedError
 from kvshift.models.check.generated import assisted, beams, greedy, prompt_lookup
-from kvshift.models.check.inputs import Batch, one_pack, padded, padded_packs, several_packs, unequal, unpadded
+from kvshift.models.check.inputs import Batch, draw_sequences, one_pack, padded, padded_packs, several_packs, unpadded
 from kvshift.models.check.subject import Subject
 
 MASK = ("attention_mask",)
 PACKED = ("position_ids",)
 PADDED = (*MASK, *PACKED)
-ALSO_SINGLE = {"batch of 4": slice(4), "batch of 1": slice(3, 4)}  # selections from `unequal`
+ALSO_SINGLE = {"batch of 4": slice(4), "batch of 1": slice(3, 4)}  # selections from `draw_sequences`
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -46,7 +46,9 @@ def causality(subject: Subject) -> None:
         subject.result.add_errors(size_T[t + 1 :], start=t + 1)
 
 
-def as_alone(batches: Iterable[Batch], names: Iterable[str] = (), sizes: Iterable[int] | None = None) -> None:
+def compare_with_reference(
+    batches: Iterable[Batch], names: Iterable[str] = (), sizes: Iterable[int] | None = None
+) -> None:
     """Check that each sequence of a batch gets the same logits as alone.
 
     Args:
@@ -63,15 +65,15 @@ def as_alone(batches: Iterable[Batch], names: Iterable[str] = (), sizes: Iterabl
 
 def left_padding_mask_alone(subject: Subject) -> None:
     """Check left padding without position_ids, for models in which only relative positions matter."""
-    if subject.takes("position_ids") and not subject.agrees_from(subject.first_position + 5):
+    if subject.accepts("position_ids") and not subject.agrees_with_first_position(subject.first_position + 5):
         raise NotSupportedError("positions are absolute: a left-padded batch needs position_ids")
-    as_alone(padded(subject, "left", ALSO_SINGLE, subject.length), MASK)
+    compare_with_reference(padded(subject, "left", ALSO_SINGLE, subject.length), MASK)
 
 
 def documents(subject: Subject, packs: Iterable[Batch], *names: str) -> None:
     """Check that documents marked by these arguments do not see each other."""
-    with _named_by(subject, names):
-        as_alone(packs, names)
+    with _require_arguments(subject, names):
+        compare_with_reference(packs, names)
 
 
 def documents_continued(subject: Subject, packs: Iterable[Batch], *names: str) -> None:
@@ -79,11 +81,11 @@ def documents_continued(subject: Subject, packs: Iterable[Batch], *names: str) -
 
     No padding may follow the last document of a row.
     """
-    with _named_by(subject, names):
+    with _require_arguments(subject, names):
         for batch in packs:
-            as_alone([batch], names, [batch.width])
+            compare_with_reference([batch], names, [batch.width])
             if subject.result.first is None:
-                subject.restart()  # the same tokens after every pack
+                subject.reseed()  # the same tokens after every pack
                 batch.extend(subject.tokens(2).expand(len(batch.ids), 2))
                 _compare_new_tokens(batch, names, "after the pack")
 
@@ -91,9 +93,9 @@ def documents_continued(subject: Subject, packs: Iterable[Batch], *names: str) -
 def documents_in_chunks(subject: Subject) -> None:
     """Check a pack that is fed in three calls; the second and the third begin within a document."""
     (batch,) = one_pack(subject)
-    starts = [place.columns[0] for place in batch.places]
+    starts = [sequence.columns[0] for sequence in batch.sequences]
     ends = (0, starts[1] - 1, (starts[2] + starts[3]) // 2, batch.width)
-    with _named_by(subject, PACKED):
+    with _require_arguments(subject, PACKED):
         logits = [batch.feed(end - start, PACKED) for start, end in pairwise(ends)]
         batch.compare(torch.cat(logits, dim=1))
 
@@ -101,16 +103,18 @@ def documents_in_chunks(subject: Subject) -> None:
 def document_gradients(subject: Subject) -> None:
     """Check that the logits of a document have no gradient with respect to the tokens of another."""
     (batch,) = one_pack(subject)
-    with _named_by(subject, PACKED):
-        sizes = subject.gradients(batch.ids, [place.columns for place in batch.places], **batch.arguments(PACKED))
-        for place, size_T in zip(batch.places, sizes, strict=True):
-            subject.result.case = place.label
-            size_T[place.columns] = 0
+    with _require_arguments(subject, PACKED):
+        sizes = subject.gradients(
+            batch.ids, [sequence.columns for sequence in batch.sequences], **batch.arguments(PACKED)
+        )
+        for sequence, size_T in zip(batch.sequences, sizes, strict=True):
+            subject.result.case = sequence.label
+            size_T[sequence.columns] = 0
             subject.result.add_errors(size_T)
 
 
 @contextmanager
-def _named_by(subject: Subject, arguments: Iterable[str]) -> Iterator[None]:
+def _require_arguments(subject: Subject, arguments: Iterable[str]) -> Iterator[None]:
     """Raise NotSupportedError if documents are marked only by arguments that `forward` does not take, or ignores."""
     names = [name for name in arguments if name != "attention_mask"]
     try:
@@ -121,8 +125,8 @@ def _named_by(subject: Subject, arguments: Iterable[str]) -> Iterator[None]:
         if missing and ("unexpected keyword argument" in message or "not used by the model" in message):
             raise NotSupportedError(f"forward has no argument {missing[0]}") from error
         raise
-    if subject.result.first is not None and not any(map(subject.takes, names)):
-        subject.restart()
+    if subject.result.first is not None and not any(map(subject.accepts, names)):
+        subject.reseed()
         (batch,) = one_pack(subject)
         if torch.equal(batch.forward(names), batch.forward()):
             subject.result.first = None
@@ -160,7 +164,7 @@ def splits(subject: Subject, rows: Iterable[Tensor], firsts: Iterable[int], name
     """Check a left-padded batch in two calls, for each of these sizes of the first, which may hold only padding."""
     for first in firsts:
         batch = Batch(subject, rows, f"split at {first}", "left")
-        as_alone([batch], names, [first, batch.width - first])
+        compare_with_reference([batch], names, [first, batch.width - first])
 
 
 def right_padding_continued(subject: Subject) -> None:
@@ -188,7 +192,7 @@ def static_reset(subject: Subject) -> None:
     cache = StaticCache(config=subject.model.config, max_cache_len=n + 3)
     for batch in unpadded(subject, {"static cache": (2, n), "after reset": (2, n)}):
         batch.cache = cache
-        as_alone([batch], PACKED, [n // 2, 1, n - n // 2 - 1])
+        compare_with_reference([batch], PACKED, [n // 2, 1, n - n // 2 - 1])
         cache = batch.cache
         cache.reset()
 
@@ -196,10 +200,10 @@ def static_reset(subject: Subject) -> None:
 PROPERTIES: dict[str, Callable[[Subject], None]] = {
     "same bits twice": same_bits,
     "causality": causality,
-    "batch": lambda m: as_alone(unpadded(m, {"": (3, m.length)})),
-    "left padding": lambda m: as_alone(padded(m, "left", ALSO_SINGLE, m.length), PADDED),
+    "batch": lambda m: compare_with_reference(unpadded(m, {"": (3, m.length)})),
+    "left padding": lambda m: compare_with_reference(padded(m, "left", ALSO_SINGLE, m.length), PADDED),
     "left padding: mask alone": left_padding_mask_alone,
-    "right padding": lambda m: as_alone(padded(m, "right", ALSO_SINGLE, m.length), MASK),
+    "right padding": lambda m: compare_with_reference(padded(m, "right", ALSO_SINGLE, m.length), MASK),
     "documents: position_ids": lambda m: documents(m, one_pack(m), *PACKED),
     "documents: position_ids, mask": lambda m: documents(m, one_pack(m), *PACKED, *MASK),
     "documents: position_ids, cache": lambda m: documents_continued(m, one_pack(m), *PACKED),
@@ -220,13 +224,17 @@ PROPERTIES: dict[str, Callable[[Subject], None]] = {
     ),
     "inputs_embeds: documents": lambda m: embedded(one_pack(m), *PACKED),
     "inputs_embeds: cache": embedded_with_cache,
-    "cache: token by token": lambda m: as_alone(unpadded(m, {"": (1, m.length)}), PACKED, [1] * m.length),
-    "cache: without position_ids": lambda m: as_alone(unpadded(m, {"": (1, m.length)}), (), _irregular(m.length)),
+    "cache: token by token": lambda m: compare_with_reference(unpadded(m, {"": (1, m.length)}), PACKED, [1] * m.length),
+    "cache: without position_ids": lambda m: compare_with_reference(
+        unpadded(m, {"": (1, m.length)}), (), _irregular(m.length)
+    ),
     "cache: every split": lambda m: splits(m, m.tokens(1, m.length), range(1, m.length), PACKED),
-    "cache: batch": lambda m: as_alone(unpadded(m, {"": (3, m.length // 2)}), PACKED, [3] + [1] * (m.length // 2 - 3)),
-    "cache: chunked prefill": lambda m: as_alone(padded(m, "left"), PADDED, _irregular(m.length)[::-1]),
+    "cache: batch": lambda m: compare_with_reference(
+        unpadded(m, {"": (3, m.length // 2)}), PACKED, [3] + [1] * (m.length // 2 - 3)
+    ),
+    "cache: chunked prefill": lambda m: compare_with_reference(padded(m, "left"), PADDED, _irregular(m.length)[::-1]),
     "cache: left padding": lambda m: splits(
-        m, unequal(m), sorted({1, 2, m.length // 2, m.length - 3, m.length - 1}), PADDED
+        m, draw_sequences(m), sorted({1, 2, m.length // 2, m.length - 3, m.length - 1}), PADDED
     ),
     "cache: right padding": right_padding_continued,
     "cache: static": static_reset,

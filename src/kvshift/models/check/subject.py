@@ -21,7 +21,7 @@ from kvshift.models.check.findings import Comparison, NotSupportedError, WrongSh
 from kvshift.models.versions import CACHE
 
 _CACHES = ("cache", "past_key_values", "cache_params", "state")  # names of the argument in transformers' models
-_REMEMBERED = 40  # number of cached references; with a large vocabulary, each takes tens of megabytes
+_MAX_REFERENCES = 40  # number of cached references; with a large vocabulary, each takes tens of megabytes
 _SAFETY = 8.0  # tolerance / measured noise; docs/check.md shows how far right and wrong results are from it
 
 
@@ -47,29 +47,29 @@ class Subject:
         self.vocabulary = torch.tensor(sorted(set(range(size)) - set(leave_out)))
         self._arguments = inspect.signature(model.forward).parameters
         others = any(argument.kind is argument.VAR_KEYWORD for argument in self._arguments.values())
-        self.cache = next(filter(self.takes, _CACHES), CACHE if others else None)
-        self._use_cache = ["use_cache"] if others or self.takes("use_cache") else []
-        self._alone: dict[tuple[int, ...], Tensor] = {}
+        self.cache = next(filter(self.accepts, _CACHES), CACHE if others else None)
+        self._use_cache = ["use_cache"] if others or self.accepts("use_cache") else []
+        self._references: dict[tuple[int, ...], Tensor] = {}
         self._seed, self._generator = seed, torch.Generator()
         self._eps = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
-        self.restart()
+        self.reseed()
         self._probe = self.tokens(length)
-        self.spread = _spread(self.alone(self._probe))
+        self.spread = _spread(self.reference_logits(self._probe))
         self.noise = self._noise(self._probe)
         # The noise does not excuse a model with errors much larger than rounding, such as one with dropout.
         self.tolerance = min(_SAFETY * self.noise, self.spread * self._eps**0.25)
         self.result = Comparison(self.tolerance)
 
-    def restart(self) -> None:
+    def reseed(self) -> None:
         """Draw the same tokens again from here on: all properties start with them, and so share most references."""
         self._generator.manual_seed(self._seed)
 
-    def takes(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         """Return True if the signature of `forward` names this argument."""
         return name in self._arguments
 
     def require(self, name: str) -> None:
-        if not self.takes(name):
+        if not self.accepts(name):
             raise NotSupportedError(f"forward has no argument {name}")
 
     def tokens(self, *shape: int) -> Tensor:
@@ -144,27 +144,27 @@ class Subject:
         largest = max(float(size_T.max()) for size_T in sizes)
         return [size_T / largest for size_T in sizes]
 
-    def alone(self, tokens: Tensor) -> Tensor:
+    def reference_logits(self, tokens: Tensor) -> Tensor:
         """Return the reference: logits (T, V) of one sequence by itself."""
         key = tuple(tokens.tolist())
-        logits = self._alone.pop(key, None)
-        self._alone[key] = self.forward(tokens.unsqueeze(0))[0] if logits is None else logits
-        if len(self._alone) > _REMEMBERED:
-            del self._alone[next(iter(self._alone))]  # the least recently used
-        return self._alone[key]
+        logits = self._references.pop(key, None)
+        self._references[key] = self.forward(tokens.unsqueeze(0))[0] if logits is None else logits
+        if len(self._references) > _MAX_REFERENCES:
+            del self._references[next(iter(self._references))]  # the least recently used
+        return self._references[key]
 
     @cached_property
     def first_position(self) -> int:
         """The model's first position: 0 or, as in RoBERTa, the id of the padding token plus 1."""
         padding = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
         starts = [0] if padding is None else [0, padding + 1]
-        return next(filter(self.agrees_from, starts), 0) if self.takes("position_ids") else 0
+        return next(filter(self.agrees_with_first_position, starts), 0) if self.accepts("position_ids") else 0
 
-    def agrees_from(self, first: int) -> bool:
+    def agrees_with_first_position(self, first: int) -> bool:
         """Return True if position_ids that begin with this number change the logits only by rounding."""
         positions = torch.arange(len(self._probe)) + first
         moved = self.forward(self._probe.unsqueeze(0), position_ids=positions.unsqueeze(0))[0]
-        return float((moved - self.alone(self._probe)).abs().nan_to_num(0.0).max()) <= self.tolerance
+        return float((moved - self.reference_logits(self._probe)).abs().nan_to_num(0.0).max()) <= self.tolerance
 
     def _tokens(self, ids: Tensor, embedded: bool) -> dict[str, Tensor]:
         ids = ids.to(self.device)
@@ -195,7 +195,7 @@ class Subject:
 
         leaves = [module for module in self.model.modules() if next(module.children(), None) is None]
         with _hooks(leaves, disturb):
-            changes = [(self.forward(tokens.unsqueeze(0))[0] - self.alone(tokens)).abs() for _ in range(4)]
+            changes = [(self.forward(tokens.unsqueeze(0))[0] - self.reference_logits(tokens)).abs() for _ in range(4)]
         return float(torch.stack(changes).nan_to_num(0.0, 0.0, 0.0).max())
 
 
@@ -219,7 +219,7 @@ def _hooks(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
     """Set the model to evaluation mode and silence logging; afterwards restore it and the random number generators."""
     modes = [(module, module.training) for module in model.modules()]
     attributes = [(vars(part), dict(vars(part))) for part in (model, model.config)]

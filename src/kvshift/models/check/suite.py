@@ -15,7 +15,7 @@ import torch
 import kvshift
 from kvshift.models.check.findings import Comparison, NotSupportedError, Report, Verdict, WrongShapeError, origin
 from kvshift.models.check.properties import PROPERTIES
-from kvshift.models.check.subject import Subject, undisturbed
+from kvshift.models.check.subject import Subject, evaluation_mode
 
 _WINDOWS = ("sliding_window", "attention_window_size")  # configuration fields
 _CHUNKS = ("attention_chunk_size", "mamba_chunk_size", "chunk_size", "block_size")
@@ -54,7 +54,7 @@ def check_model(
         TypeError: the model is not a causal language model of transformers.
         ValueError: properties or length are wrong, or the model is spread over several devices.
     """
-    chosen = _chosen(properties)
+    chosen = _select_properties(properties)
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     _require_causal(model)
@@ -71,7 +71,7 @@ def check_model(
         notes.append(f"checked in {_short(wanted)}; the model is in {_short(own)}")
         model = copy.deepcopy(model).to(wanted)
     verdicts = []
-    with undisturbed(model):
+    with evaluation_mode(model):
         subject = Subject(model, length, seed, _special_tokens(model, tokenizer))
         if subject.tolerance > subject.spread / 100:
             notes.append(f"errors below {subject.tolerance:.2g} cannot be distinguished from rounding or chance")
@@ -97,7 +97,7 @@ def check_model(
 
 def _verdict(subject: Subject, name: str) -> Verdict:
     subject.result, raised = Comparison(subject.tolerance), None
-    subject.restart()
+    subject.reseed()
     try:
         PROPERTIES[name](subject)
     except Exception as error:  # an error of the model is a result; an error of this package is not
@@ -108,7 +108,7 @@ def _verdict(subject: Subject, name: str) -> Verdict:
     return subject.result.verdict(name, subject.spread, raised)
 
 
-def _chosen(properties: Sequence[str] | None) -> list[str]:
+def _select_properties(properties: Sequence[str] | None) -> list[str]:
     unknown = [name for name in properties or () if name not in PROPERTIES]
     if unknown or (properties is not None and not properties):
         raise ValueError(f"properties must be one or more of {'; '.join(PROPERTIES)}, got {list(properties or ())}")

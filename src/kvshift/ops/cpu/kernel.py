@@ -1,7 +1,7 @@
 """The operator through the compiled kernel of `kernel.cpp`: one pass over memory forward, one backward.
 
 The kernel is built when the package is installed (`hatch_build.py`). If it is missing or cannot take the tensors,
-`cpu_refusal` returns the reason, and "auto" uses `torch_ops.shift_eager`, which computes the same bits.
+`cpu_unsupported_reason` returns the reason, and "auto" uses `torch_ops.shift_eager`, which computes the same bits.
 
 Shapes: B batch, T positions, S sequences, R rows of state, Q rows of state per batch entry, G KV heads, D head
 size, W window.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvshift.ops.arguments import compute_dtype
-from kvshift.ops.torch_ops import differentiable
+from kvshift.ops.torch_ops import make_differentiable
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # By the CPU capability that torch reports: the compiler's name for it, and the number of rows whose gradients of
@@ -46,7 +46,7 @@ class _Call(ctypes.Structure):
     )  # fmt: skip
 
 
-def cpu_refusal(x: Tensor, window: int) -> str | None:
+def cpu_unsupported_reason(x: Tensor, window: int) -> str | None:
     """Return why the kernel cannot take x, a plain tensor; None if it can."""
     if torch.compiler.is_compiling():
         return "it does not support torch.compile, which generates its own code"
@@ -85,7 +85,7 @@ def _backward(
     return grad_x, sums.sum(0).to(coefficients.dtype), grad_state
 
 
-shift_cpu = differentiable(_forward, _backward)
+shift_cpu = make_differentiable(_forward, _backward)
 
 
 class Pool:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvshift.ops.triton.forward import (
-    NOTHING,
+    NO_ROW,
     _add,
     _angles,
     _head,
@@ -30,8 +30,8 @@ from kvshift.ops.triton.forward import (
 @triton.jit
 def _reader(readers, t, there, lag, T, W: tl.constexpr):
     """Return the position whose lag reads each position; negative if there is none."""
-    reader = t + lag if readers is None else tl.load(readers + t.to(tl.int64) * W + lag, mask=there, other=NOTHING)
-    return tl.where(reader < T, reader, NOTHING)
+    reader = t + lag if readers is None else tl.load(readers + t.to(tl.int64) * W + lag, mask=there, other=NO_ROW)
+    return tl.where(reader < T, reader, NO_ROW)
 
 
 @triton.jit

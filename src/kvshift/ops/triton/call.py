@@ -23,7 +23,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton runs kernels in Python, on CPU tensors
 
 
-def triton_refusal(x: Tensor, window: int) -> str | None:
+def triton_unsupported_reason(x: Tensor, window: int) -> str | None:
     """Return why the kernels cannot take x, a plain or fake tensor; None if they can."""
     if x.dtype not in _DTYPES:
         return f"it supports {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, the tensors are {x.dtype}"
@@ -57,7 +57,7 @@ def shift_triton(x: Call, sequences: int) -> tuple[Tensor | None, Tensor, Tensor
     if x.sources is None:
         rows = min(max_rows, rows + x.k.shape[1])
     in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
-    q, k, v, *next_rows = shift(_as_kernels_read(x), in_launch)
+    q, k, v, *next_rows = shift(_to_kernel_layout(x), in_launch)
     k_next = v_next = None
     if in_launch:
         k_next, v_next = (
@@ -78,10 +78,10 @@ def _state_after(x: Call, of: Tensor, state: Tensor | None, sequences: int, max_
     return state_after(of, state, x.plan(), max_rows)
 
 
-def _as_kernels_read(x: Call) -> Call:
+def _to_kernel_layout(x: Call) -> Call:
     """Cast coefficients to the dtype of the arithmetic, make strides of both tables equal, and others contiguous."""
     cos, sin, compute = x.cos, x.sin, compute_dtype(x.k)
-    if cos is not None and sin is not None and not _are_alike(cos, sin):
+    if cos is not None and sin is not None and not _have_equal_strides(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
     dense = {name: getattr(x, name) for name in ("k_state", "v_state", "q_scale", "k_scale")}
     dense |= {name: None if y is None else y.to(compute) for name, y in (("alpha", x.alpha), ("beta", x.beta))}
@@ -89,5 +89,5 @@ def _as_kernels_read(x: Call) -> Call:
     return x._replace(cos=cos, sin=sin, **dense)
 
 
-def _are_alike(cos: Tensor, sin: Tensor) -> bool:
+def _have_equal_strides(cos: Tensor, sin: Tensor) -> bool:
     return cos.stride(2) == 1 and cos.stride() == sin.stride() and cos.dtype == sin.dtype

@@ -17,7 +17,7 @@ head size, W window.
 import triton
 import triton.language as tl
 
-NOTHING = tl.constexpr(-(2**31))
+NO_ROW = tl.constexpr(-(2**31))
 
 # Tiles: (positions, elements of a head) ------------------------------------------------------------------------------
 
@@ -44,8 +44,8 @@ def _store_rows(y, stride, row, there, column, in_head, value):
 @triton.jit
 def _source(sources, row, there, lag, W: tl.constexpr):
     """Return the row that this lag of each position reads."""
-    source = row - lag if sources is None else tl.load(sources + row.to(tl.int64) * W + lag, mask=there, other=NOTHING)
-    return tl.where(there, source, NOTHING)
+    source = row - lag if sources is None else tl.load(sources + row.to(tl.int64) * W + lag, mask=there, other=NO_ROW)
+    return tl.where(there, source, NO_ROW)
 
 
 @triton.jit
@@ -157,9 +157,9 @@ def _next_rows(
     for first in range(0, N, BLOCK_T):
         n = first + tl.arange(0, BLOCK_T)
         there = n < N
-        source = tl.where(there, n + (T - N), NOTHING)
+        source = tl.where(there, n + (T - N), NO_ROW)
         if next_state is not None:
-            source = tl.load(next_state + n, mask=there, other=NOTHING)
+            source = tl.load(next_state + n, mask=there, other=NO_ROW)
         value = _load_sources(x, x_t, d.to(tl.int64) * x_d, state, state_t, d, source, Q, in_head, ACC)
         _store_rows(y, y_t, n, there, d, in_head, value)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvshift.ops.arguments import TENSORS, Call, compute_dtype
 from kvshift.ops.torch_ops import gradients, gradients_of_state, shift_norm_rope_traceable
-from kvshift.ops.triton.registration import registered
+from kvshift.ops.triton.registration import register_operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def _like_gradients(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor
     return [_like(y, x.k) for y in (*due, x.alpha, x.beta, x.q_scale, x.k_scale)]
 
 
-@registered(
+@register_operator(
     "shift_backward",
     schema=f"(Tensor? gq_out, Tensor? gk_out, Tensor? gv_out, {_INPUTS}, float eps) -> Tensor[]",
     fake=lambda gq_out, gk_out, gv_out, *args: _like_gradients(gq_out, gk_out, gv_out, Call(*args[:TENSORS])),
@@ -249,7 +249,7 @@ def _traceable_backward(
     return *given, None, None, gq_scale, gk_scale, *(None,) * 5
 
 
-@registered(
+@register_operator(
     "shift",
     schema=f"({_INPUTS}, float eps, SymInt rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=lambda *args: _like_outputs(Call(*args[:TENSORS]), args[-1]),

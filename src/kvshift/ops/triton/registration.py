@@ -8,12 +8,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kvshift.ops.torch_ops import PLAIN, needs_traceable_ops
+from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, needs_traceable_ops
 
 Result = TypeVar("Result")
 
 
-def registered(
+def register_operator(
     name: str,
     *,
     schema: str,
@@ -55,7 +55,7 @@ def registered(
             if torch.compiler.is_compiling():
                 return overloads(*args)
             tensors = [x for x in args if isinstance(x, Tensor)]
-            if torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN for x in tensors):
+            if torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN_TENSOR_TYPES for x in tensors):
                 return overloads(*args)
             if differentiable is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
                 return differentiable(*args)

@@ -79,12 +79,12 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claim of Figure 1a under each reading, and whether its ratio is near that under `OURS`."""
     found, ours = [], _ratios(records, OURS)
     for reading in READINGS:
-        reach = _reach(records, reading)
+        reach = _steps_to_level(records, reading)
         compared = compare_steps(*reach, names=("KV-shift, 1 layer", "vanilla, 2 layers"))
         found.append(
             Claim(
-                statement=f"{_said(reading)}: one layer with KV shift reaches {100 * LEVEL:g} % in at most half the "
-                "steps of two layers without",
+                statement=f"{_reading_title(reading)}: one layer with KV shift reaches {100 * LEVEL:g} % in at most "
+                "half the steps of two layers without",
                 paper="much earlier; it leaves this open",
                 ours=compared.text,
                 direction=at_most(compared, 0.5),
@@ -93,18 +93,18 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             )
         )
         if reading is not OURS:
-            found.append(_change(reading, _ratios(records, reading), ours))
+            found.append(_ratio_claim(reading, _ratios(records, reading), ours))
     return found
 
 
-def _change(reading: Reading, theirs: list[float] | None, ours: list[float] | None) -> Claim:
+def _ratio_claim(reading: Reading, theirs: list[float] | None, ours: list[float] | None) -> Claim:
     """Return the claim that a reading's ratio is near that of `OURS`; "not shown" if a run never reached the level."""
     if theirs is None or ours is None:
         said = f"no ratio: by {'this reading' if theirs is None else 'ours'} some run has not reached {100 * LEVEL:g} %"
     else:
         said = times(theirs, ours)
     return Claim(
-        statement=f"{_said(reading)}: the ratio of steps changes by less than a factor of {FACTOR:g}",
+        statement=f"{_reading_title(reading)}: the ratio of steps changes by less than a factor of {FACTOR:g}",
         paper="it leaves this open",
         ours=said,
         direction="not shown" if theirs is None or ours is None else within(theirs, ours, margin=math.log(FACTOR)),
@@ -132,11 +132,11 @@ def _arm(model: tuple[int, str], reading: Reading) -> Arm:
     return Arm(variant=variant, layers=layers, case=None if reading is OURS else reading.words)
 
 
-def _said(reading: Reading) -> str:
+def _reading_title(reading: Reading) -> str:
     return reading.words[0].upper() + reading.words[1:]
 
 
-def _reach(records: Sequence[Record], reading: Reading) -> list[StepsToLevel]:
+def _steps_to_level(records: Sequence[Record], reading: Reading) -> list[StepsToLevel]:
     """Return when one layer with KV shift reached `LEVEL`, and when two layers without did."""
     models = by_arm(records)
     return [steps_to_level(accuracy_curves(models[_arm(model, reading)], SCORED), LEVEL) for model in MODELS[::-1]]
@@ -144,7 +144,7 @@ def _reach(records: Sequence[Record], reading: Reading) -> list[StepsToLevel]:
 
 def _ratios(records: Sequence[Record], reading: Reading) -> list[float] | None:
     """Return the logarithm of each seed's ratio of steps, or None if some run has not reached the level."""
-    ours, theirs = _reach(records, reading)
+    ours, theirs = _steps_to_level(records, reading)
     if ours.missing or theirs.missing:
         return None
     return [math.log(one / other) for one, other in zip(ours.reached, theirs.reached, strict=True)]

@@ -21,7 +21,7 @@ from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.decide import ENTRY
-from kvshift.recipes.phase.changes import KIND_NAMES, Changes, mean_text
+from kvshift.recipes.phase.changes import KIND_NAMES, PhaseChanges, mean_text
 from kvshift.recipes.phase.phase_search import BASE, tokens_per_step
 
 MARGIN = 0.01
@@ -94,8 +94,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     """
     if all(record.seed >= _PILOT_SEEDS for record in records):
         return []
-    changes = Changes(records)
-    at_end = {layers: changes.gains(layers, "loss", changes.ends(layers)) for layers in changes.depths}
+    changes = PhaseChanges(records)
+    at_end = {layers: changes.gains(layers, "loss", changes.last_steps(layers)) for layers in changes.depths}
     mean = [statistics.fmean(of_seed) for of_seed in zip(*at_end.values(), strict=True)]
     depths = ", ".join(map(str, changes.depths))
     found = _lower(f"Mean over {depths} layers", mean, "the claim that decides; a mean over depths for each seed")
@@ -105,9 +105,9 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             for arm in pair(layers=layers)
         ]
         found += _lower(layers_text(layers), gains, f"nats per token: {losses[0]:.4f} against {losses[1]:.4f}")
-    found += [changes.sooner(*pair(layers=layers)) for layers in changes.depths]
+    found += [changes.sooner_claim(*pair(layers=layers)) for layers in changes.depths]
     for layers in changes.depths:
-        found += changes.where(layers)
+        found += changes.gain_location_claims(layers)
         found += [_kind(changes, layers, kind) for kind in KINDS]
     return found
 
@@ -134,8 +134,8 @@ def _lower(where: str, gains: Sequence[float], note: str) -> list[Claim]:
     ]
 
 
-def _kind(changes: Changes, layers: int, kind: str) -> Claim:
-    gains = changes.gains(layers, f"loss_{kind}", changes.ends(layers))
+def _kind(changes: PhaseChanges, layers: int, kind: str) -> Claim:
+    gains = changes.gains(layers, f"loss_{kind}", changes.last_steps(layers))
     return Claim(
         statement=f"{layers_text(layers)}, at the end, {KIND_NAMES[kind]}: KV shift has a lower loss",
         paper="not asked",
@@ -148,7 +148,7 @@ def _kind(changes: Changes, layers: int, kind: str) -> Claim:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Plot loss and prefix matching over tokens, and the final difference of losses by depth and kind of target."""
-    changes = Changes(records)
+    changes = PhaseChanges(records)
     titles = ["Validation loss", "Prefix matching, best head", "KV-shift minus vanilla at the end, by kind of target"]
     figure, (losses, matching, gains) = new_figure(
         titles, ylabels=[LOSS, "attention", "difference (nats per token)"], height=3.8
@@ -166,7 +166,7 @@ def plot(records: Sequence[Record]) -> Figure:
     kinds = {"all targets": "loss", **{text: f"loss_{kind}" for kind, text in KIND_NAMES.items()}}
     by_kind = {
         f"{text}, 95 % interval": [
-            [-gain for gain in changes.gains(layers, name, changes.ends(layers))] for layers in changes.depths
+            [-gain for gain in changes.gains(layers, name, changes.last_steps(layers))] for layers in changes.depths
         ]
         for text, name in kinds.items()
     }
@@ -190,5 +190,5 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    tables=lambda records: Changes([record for record in records if record.tunes is None]).table(),
+    tables=lambda records: PhaseChanges([record for record in records if record.tunes is None]).table(),
 )

@@ -24,7 +24,7 @@ from kvshift.recipes.induction.first_repeat import (
     chance,
     final_accuracy,
     plot_induction,
-    reach_by_arm,
+    steps_to_level_by_arm,
 )
 
 MODELS = ((4, "vanilla"), (2, "vanilla"), (1, "vanilla"), (1, "kv-shift"))  # the longest run first
@@ -83,7 +83,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         Arm(variant=variant, layers=layers)
         for layers, variant in ((1, "kv-shift"), (1, "vanilla"), (2, "vanilla"), (4, "vanilla"))
     )
-    reach, at_90 = reach_by_arm(records, 0.99), reach_by_arm(records, 0.9)
+    reach, at_90 = steps_to_level_by_arm(records, 0.99), steps_to_level_by_arm(records, 0.9)
     alone = final_accuracy(models[one])
     against_two = compare_steps(at_90[ours], at_90[two], names=(ours.label, two.label))
     deeper = compare_steps(at_90[four], at_90[two], names=(four.label, two.label))

@@ -15,7 +15,14 @@ from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.fig01a import study as fig01a
 from kvshift.recipes.fig01b import ENTRY
-from kvshift.recipes.induction.first_repeat import LAST, SCORED, chance, final_accuracy, plot_induction, reach_by_arm
+from kvshift.recipes.induction.first_repeat import (
+    LAST,
+    SCORED,
+    chance,
+    final_accuracy,
+    plot_induction,
+    steps_to_level_by_arm,
+)
 
 MODELS = ((2, "vanilla"), (1, "kv-shift"))  # layers, variant
 WIDTH = 8
@@ -48,7 +55,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     models = by_arm(records)
     shifted, vanilla = (Arm(variant=variant, layers=layers) for layers, variant in MODELS[::-1])
     ours, theirs = (final_accuracy(models[arm]) for arm in (shifted, vanilla))
-    reach = reach_by_arm(records, 0.9)
+    reach = steps_to_level_by_arm(records, 0.9)
     steps = max(record.options["steps"] for record in records)
     return [
         Claim(

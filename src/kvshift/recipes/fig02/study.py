@@ -24,7 +24,7 @@ from kvshift.lab.theory.loss_field import FIGURE2, Field, loss_field
 from kvshift.recipes.fig02 import ENTRY
 
 FORMS = ("exact", "paper", "script")
-_SAID = {"exact": "derived", "paper": "Table 3", "script": "script"}
+_FORM_NAMES = {"exact": "derived", "paper": "Table 3", "script": "script"}
 _FLOW = "flow"
 
 
@@ -108,7 +108,7 @@ def plot(records: Sequence[Record]) -> Figure:
     from kvshift.lab.analysis.fields import draw_field, draw_flow
 
     fields = {
-        f"{_SAID[form]}, {title}": Field.from_json(panel["drawn"])
+        f"{_FORM_NAMES[form]}, {title}": Field.from_json(panel["drawn"])
         for form in FORMS
         for title, panel in _panels(records, form).items()
     }
@@ -132,7 +132,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     away = [panel["share_away"] for panel in panels["exact"]]
     caught = {form: [panel["share_caught"] for panel in panels[form]] for form in FORMS}
     induction = (0, 1)
-    others = [_SAID[form] for form in ("paper", "script") if at[form] != [induction] * 3]
+    others = [_FORM_NAMES[form] for form in ("paper", "script") if at[form] != [induction] * 3]
     flows = _flows(records)
     middle = flows[len(flows) // 2]
     a1, a2, b1, b2 = middle["coefficients"][-1]

@@ -21,7 +21,7 @@ from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.fig03 import ENTRY
-from kvshift.recipes.language_models.settings import LARGE, claim_of, job
+from kvshift.recipes.language_models.settings import LARGE, job, loss_claim
 
 GIB = 2**30
 
@@ -50,8 +50,8 @@ SHARDED = {
     "smoke": (("0.2B", 8, 64, 1),),
     "laptop": (("2.9B", 512, 4096, None), ("19B", 240, 12_288, None)),
 }
-_MEANS = {"2.9B": (38.57, 36.45), "19B": (38.83, 38.06)}  # Table 2: KV-shift, vanilla
-_NAMED = {"0.2B": 0.14, "2.9B": 2.9, "19B": 19.0}  # billions
+_PAPER_SCORES = {"2.9B": (38.57, 36.45), "19B": (38.83, 38.06)}  # Table 2: KV-shift, vanilla
+_NOMINAL_BILLIONS = {"0.2B": 0.14, "2.9B": 2.9, "19B": 19.0}  # billions
 
 
 def try_step(config: Sharded) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Computation | StudyJob]:
     """Return the dry runs; for the preset paper, the training runs themselves."""
     if preset == "paper":
         return [
-            job(LARGE[size], LARGE[size].places[0], variant, seed)
+            job(LARGE[size], LARGE[size].points[0], variant, seed)
             for size in ("19B", "2.9B")
             for seed in seeds
             for variant in PAIR
@@ -114,7 +114,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     statement=f"{record.arm}: the configuration of Table 16 has the parameters of its name",
                     paper=f"{options['size']}",
                     ours=f"{total:,}",
-                    direction=decided(abs(total / 1e9 / _NAMED[options["size"]] - 1) < 0.01),
+                    direction=decided(abs(total / 1e9 / _NOMINAL_BILLIONS[options["size"]] - 1) < 0.01),
                     note=f"as counted by formula: {result['counted']:,}",
                     by="arithmetic",
                 )
@@ -134,13 +134,13 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         )
     return [
         *found,
-        *(_benchmarks(size) for size in dict.fromkeys(r.options["size"] for r in records) if size in _MEANS),
+        *(_benchmarks(size) for size in dict.fromkeys(r.options["size"] for r in records) if size in _PAPER_SCORES),
     ]
 
 
 def _benchmarks(size: str) -> Claim:
     """Return the claim of Table 2, the scores after all tokens, which no model that fits a laptop can test."""
-    ours, theirs = _MEANS[size]
+    ours, theirs = _PAPER_SCORES[size]
     return Claim(
         statement=f"{size}: KV-shift scores higher than vanilla on eight benchmarks",
         paper=f"{ours:.2f} against {theirs:.2f}, the mean of eight, one run of each",
@@ -157,7 +157,7 @@ def _trained(records: Sequence[Record]) -> list[Claim]:
         if arm.variant == "vanilla":
             continue
         found.append(
-            claim_of(
+            loss_claim(
                 paired_losses(models[arm], models[replace(arm, variant="vanilla")]),
                 (ours, theirs),
                 lambda ours, theirs: "not shown",

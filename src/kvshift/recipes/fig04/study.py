@@ -16,7 +16,7 @@ from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_cu
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR, VARIANTS
 from kvshift.recipes.fig04 import ENTRY
-from kvshift.recipes.language_models.settings import LARGE, TABLES, Place, Setting, claim_of, job
+from kvshift.recipes.language_models.settings import LARGE, TABLES, GridPoint, Setting, job, loss_claim
 
 PAPER_RATES = (1e-4, 2e-4, 1e-3, 1e-2)
 """Learning rates of the paper; smaller models train at these times `Setting.scale` (4 in laptop, 16 in smoke)."""
@@ -27,24 +27,24 @@ _LATER = OptimizerConfig(warmup_steps=40)
 """AdamW with weight decay, clipping, a constant rate and warm-up over a tenth of all steps, all as in Table 16."""
 
 
-def _setting(preset: str) -> tuple[Setting, Place]:
+def _setting(preset: str) -> tuple[Setting, GridPoint]:
     if preset == "paper":
         setting = LARGE["1.5B"]
-        return setting, setting.places[0]
+        return setting, setting.points[0]
     setting = TABLES[preset]
     warmup = _LATER if preset == "laptop" else replace(_LATER, warmup_steps=1)
-    return replace(setting, config=replace(setting.config, optimizer=warmup)), setting.places[0]
+    return replace(setting, config=replace(setting.config, optimizer=warmup)), setting.points[0]
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
     """Return a job for each learning rate, with and without KV shift, with each seed; arms have the paper's rate."""
-    setting, place = _setting(preset)
+    setting, point = _setting(preset)
     found = []
     for rate in PAPER_RATES:
         ours = rate * setting.scale
         for seed in seeds:
             for variant in PAIR:
-                one = job(setting, place, variant, seed).at_rate(ours)
+                one = job(setting, point, variant, seed).at_rate(ours)
                 found.append(replace(one, arm=Arm(variant=variant, rate=rate)))
     return found
 
@@ -65,7 +65,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     for rate in PAPER_RATES:
         ours, theirs = (runs[variant, rate] for variant in PAIR)
         found.append(
-            claim_of(
+            loss_claim(
                 paired_losses(ours, theirs),
                 (VARIANTS["kv-shift"].label, VARIANTS["vanilla"].label),
                 statement=f"At the paper's rate {rate:g}, KV-shift has a lower loss than vanilla",
@@ -94,7 +94,7 @@ def _at_low_rates(runs: Mapping[tuple[str, float], Mapping[int, Record]]) -> Cla
     high, low = PAPER_RATES[-2], PAPER_RATES[0]
     pairs = [paired_losses(*(runs[variant, rate] for variant in PAIR)) for rate in (high, low)]
     gains = [[theirs - ours for ours, theirs in known] for known in pairs if known]
-    return claim_of(
+    return loss_claim(
         [*zip(*gains, strict=True)] if len(gains) == 2 else None,
         (f"the gain at {high:g}", f"that at {low:g}"),
         higher,

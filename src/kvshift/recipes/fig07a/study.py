@@ -8,19 +8,19 @@ from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes.fig07a import ENTRY
 from kvshift.recipes.language_models.lm_figures import figure_recipe
-from kvshift.recipes.language_models.settings import compared, places_of, pooled
+from kvshift.recipes.language_models.settings import grid_points_of, lower_loss_claim, pooled_claims
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Return the claims that both shifts beat one alone, and one alone beats none, at each place and pooled."""
+    """Return the claims that both shifts beat one alone, and one alone beats none, at each grid point and pooled."""
     words = "both play an important role"
     pairs = (("kv-shift", "k-shift"), ("kv-shift", "v-shift"), ("k-shift", "vanilla"), ("v-shift", "vanilla"))
     return [
         claim
         for better, worse in pairs
         for claim in (
-            *(compared(records, better, worse, place, paper=words) for place in places_of(records)),
-            *pooled(records, better, worse),
+            *(lower_loss_claim(records, better, worse, point, paper=words) for point in grid_points_of(records)),
+            *pooled_claims(records, better, worse),
         )
     ]
 

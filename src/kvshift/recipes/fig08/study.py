@@ -97,8 +97,8 @@ SMOKE = replace(
     save_every=4,
 )
 
-_VISIBLE = 5e-3  # the figure omits depths whose largest error is below this
-_LEAST = 5e-4  # smaller errors are printed as 0.0 % with one digit
+_MIN_PLOTTED = 5e-3  # the figure omits depths whose largest error is below this
+_MIN_PRINTED = 5e-4  # smaller errors are printed as 0.0 % with one digit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def plot(records: Sequence[Record]) -> Figure:
         layers: max(max(record.result["errors"]["off"].values()) for of in found.values() for record in of)
         for layers, found in runs.items()
     }
-    shown = [layers for layers in depths if worst[layers] >= _VISIBLE or _published(records[0])] or depths[:1]
+    shown = [layers for layers in depths if worst[layers] >= _MIN_PLOTTED or _published(records[0])] or depths[:1]
     figure, panels = new_figure(
         [f"{layers} layers" for layers in shown], ylabels=["share of wrong answers"], sharey=True
     )
@@ -246,7 +246,7 @@ def plot(records: Sequence[Record]) -> Figure:
         axes.set_xticks([], minor=True)
         axes.set(xlabel="hops", ylim=(-0.02, 1.02))
     left_out = [layers for layers in depths if layers not in shown]
-    note = " and ".join(map(str, left_out)) + f" layers: no error above {100 * _VISIBLE:g} % at any number of hops"
+    note = " and ".join(map(str, left_out)) + f" layers: no error above {100 * _MIN_PLOTTED:g} % at any number of hops"
     legend_below(figure, note if left_out else None)
     return figure
 
@@ -271,13 +271,15 @@ def _means(seeds: dict[int, Record], dropout: str = "off") -> list[float]:
 def _share(errors: Sequence[float]) -> str:
     """Return errors as a percentage; as the largest of any seed where that is not 0 but would be printed as 0.0."""
     worst = max(errors)
-    return f"at most {100 * worst:.1g} % in each of {len(errors)} seeds" if 0 < worst < _LEAST else percent(errors)
+    return (
+        f"at most {100 * worst:.1g} % in each of {len(errors)} seeds" if 0 < worst < _MIN_PRINTED else percent(errors)
+    )
 
 
 def _against(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Return both errors as text, with their difference in points unless all errors would be printed as 0.0 %."""
     both = f"{_share(ours)} against {_share(theirs)}"
-    return both if max(*ours, *theirs) < _LEAST else f"{both}: {points(ours, theirs)}"
+    return both if max(*ours, *theirs) < _MIN_PRINTED else f"{both}: {points(ours, theirs)}"
 
 
 def _deeper(models: dict[Arm, dict[int, Record]], depths: Sequence[int], variant: str) -> Claim:

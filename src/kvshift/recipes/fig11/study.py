@@ -10,22 +10,22 @@ from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.fig11 import ENTRY
 from kvshift.recipes.language_models.lm_figures import MARGIN, figure_recipe
-from kvshift.recipes.language_models.settings import claim_of, pairs_of, place_label, places_of
+from kvshift.recipes.language_models.settings import grid_point_label, grid_points_of, loss_claim, loss_pairs
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Return the claims that also shifting queries makes no difference, at each place."""
+    """Return the claims that also shifting queries makes no difference, at each grid point."""
     names = (VARIANTS["qkv-shift"].label, VARIANTS["kv-shift"].label)
     return [
-        claim_of(
-            pairs_of(records, "qkv-shift", "kv-shift", place),
+        loss_claim(
+            loss_pairs(records, "qkv-shift", "kv-shift", point),
             names,
             partial(within, margin=MARGIN),
-            statement=f"{place_label(place)}: {names[0]} and {names[1]} differ by less than {MARGIN}",
+            statement=f"{grid_point_label(point)}: {names[0]} and {names[1]} differ by less than {MARGIN}",
             paper="the loss curves are similar",
             note=f"the margin of {MARGIN} is ours",
         )
-        for place in places_of(records)
+        for point in grid_points_of(records)
     ]
 
 

@@ -19,7 +19,7 @@ LAST = 3
 """Number of evaluations whose mean is the final accuracy; a run ends early after as many at `stop_at`."""
 
 
-def reach_by_arm(records: Sequence[Record], level: float) -> dict[Arm, StepsToLevel]:
+def steps_to_level_by_arm(records: Sequence[Record], level: float) -> dict[Arm, StepsToLevel]:
     """Return when each model reached an accuracy of `level` at the first repeat."""
     return {arm: steps_to_level(accuracy_curves(seeds, SCORED), level) for arm, seeds in by_arm(records).items()}
 

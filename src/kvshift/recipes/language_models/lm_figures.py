@@ -21,13 +21,13 @@ from kvshift.recipes.language_models.lm_tables import NOTES
 from kvshift.recipes.language_models.settings import (
     LARGE,
     TABLES,
-    Place,
+    GridPoint,
     arm_at,
-    claim_of,
+    grid_point_label,
+    grid_points_of,
     jobs_of,
-    pairs_of,
-    place_label,
-    places_of,
+    loss_claim,
+    loss_pairs,
 )
 
 MARGIN = 0.01
@@ -38,18 +38,18 @@ def _jobs(methods: Sequence[str], large: str, preset: str, seeds: Sequence[int])
     """Return the figure's jobs: on laptop only at length 128, at each depth; on paper with the figure's model size."""
     setting = TABLES[preset] if preset != "paper" else LARGE[large]
     if preset == "laptop":
-        setting = replace(setting, places=[place for place in setting.places if place.length == 128])
+        setting = replace(setting, points=[point for point in setting.points if point.length == 128])
     return jobs_of(setting, methods, seeds)
 
 
-def no_better(records: Sequence[Record], more: str, place: Place, *, paper: str) -> Claim:
+def no_better(records: Sequence[Record], more: str, point: GridPoint, *, paper: str) -> Claim:
     """Return the claim that a method's loss is not lower than KV shift's by `MARGIN` or more."""
     names = (VARIANTS[more].label, VARIANTS["kv-shift"].label)
-    return claim_of(
-        pairs_of(records, more, "kv-shift", place),
+    return loss_claim(
+        loss_pairs(records, more, "kv-shift", point),
         names,
         _by_less_than_margin,
-        statement=f"{place_label(place)}: {names[0]} is not lower than {names[1]} by {MARGIN} or more",
+        statement=f"{grid_point_label(point)}: {names[0]} is not lower than {names[1]} by {MARGIN} or more",
         paper=paper,
         note=f"the margin of {MARGIN} is ours",
     )
@@ -64,17 +64,17 @@ def _by_less_than_margin(ours: Sequence[float], theirs: Sequence[float]) -> Dire
 
 
 def none_better(keys: Sequence[str], words: str, records: Sequence[Record]) -> list[Claim]:
-    """Return the claim `no_better` for each method at each place; `words` is the paper's own claim."""
-    return [no_better(records, key, place, paper=words) for key in keys for place in places_of(records)]
+    """Return the claim `no_better` for each method at each grid point; `words` is the paper's own claim."""
+    return [no_better(records, key, point, paper=words) for key in keys for point in grid_points_of(records)]
 
 
 def plot_differences(methods: Sequence[str], records: Sequence[Record]) -> Figure:
-    """Plot each method's loss minus vanilla's over steps, one panel per place: the mean over seeds and its interval."""
-    places, models = places_of(records), by_arm(records)
-    titles = [place_label(place) for place in places]
+    """Plot each method's loss minus vanilla's over steps, one panel per grid point: mean over seeds and interval."""
+    points, models = grid_points_of(records), by_arm(records)
+    titles = [grid_point_label(point) for point in points]
     figure, panels = new_figure(titles, ylabels=["loss minus vanilla's\n(nats per token)"], height=3.6, sharey=True)
-    for axes, place in zip(panels, places, strict=True):
-        losses = {key: accuracy_curves(models[arm_at(place, key)], "loss") for key in methods}
+    for axes, point in zip(panels, points, strict=True):
+        losses = {key: accuracy_curves(models[arm_at(point, key)], "loss") for key in methods}
         vanilla = losses.pop("vanilla")
         draw_means(axes, {VARIANTS[key].label: minus(curves, vanilla) for key, curves in losses.items()})
         axes.axhline(0, color="black", linewidth=0.8)

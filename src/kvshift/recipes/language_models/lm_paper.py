@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def _printed() -> dict[str, dict[tuple[float, int], float]]:
+def _read_losses() -> dict[str, dict[tuple[float, int], float]]:
     """Read all files. A row is a variant at a learning rate, a column a context length; empty means out of memory."""
     found: dict[str, dict[tuple[float, int], float]] = {}
     for path in sorted(Path(__file__).parents[1].glob("tab*/paper.csv")):
@@ -19,6 +19,6 @@ def _printed() -> dict[str, dict[tuple[float, int], float]]:
     return found
 
 
-LOSSES: Mapping[str, Mapping[tuple[float, int], float]] = _printed()
+LOSSES: Mapping[str, Mapping[tuple[float, int], float]] = _read_losses()
 """Printed losses by variant, then by (learning rate, context length), without the cells that ran out of memory."""
 RATES = tuple(sorted({rate for rate, _ in LOSSES["vanilla"]}))

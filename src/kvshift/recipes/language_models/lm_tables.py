@@ -23,60 +23,64 @@ from kvshift.lab.study.tuning import by_tuned_arm, least_loss
 from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift.recipes.language_models.settings import (
     TABLES,
-    Place,
+    GridPoint,
     arm_at,
-    called,
-    claim_of,
-    compared,
+    grid_point_label,
+    grid_points_of,
     jobs_of,
     last_losses,
-    place_label,
-    places_of,
-    pooled,
+    loss_claim,
+    lower_loss_claim,
+    pooled_claims,
+    variant_label,
 )
 
-Cells = Mapping[tuple[Place, float], float | None]
-"""Final validation loss by place and learning rate; None where the run diverged."""
+Cells = Mapping[tuple[GridPoint, float], float | None]
+"""Final validation loss by grid point and learning rate; None where the run diverged."""
 
 
 def by_cell(records: Sequence[Record], variant: str) -> Cells:
     """Return the losses of a variant's runs in the learning-rate search: one run per cell, as in the paper."""
     runs = by_tuned_arm([record for record in records if record.tunes is not None])
     return {
-        (place, rate): None if diverged(found[0]) else last_loss(found[0])
-        for place in places_of(records)
-        for rate, found in runs.get(arm_at(place, variant), {}).items()
+        (point, rate): None if diverged(found[0]) else last_loss(found[0])
+        for point in grid_points_of(records)
+        for rate, found in runs.get(arm_at(point, variant), {}).items()
     }
 
 
 def side_by_side(records: Sequence[Record], variant: str) -> str:
     """Return one method's table in Markdown: our loss in each cell, and in brackets the paper's where it has one."""
-    scale, places = _scale(records), places_of(records)
+    scale, points = _scale(records), grid_points_of(records)
     cells = by_cell(records, variant)
-    rows = [("learning rate", *(place_label(place) for place in places))]
+    rows = [("learning rate", *(grid_point_label(point) for point in points))]
     for rate in sorted({rate for _, rate in cells}):
-        line = [_cell(cells.get((place, rate)), _printed(variant, place, rate, scale)) for place in places]
-        rows.append((f"{rate:.2g} ({_near(rate / scale):.2g})", *line))
+        line = [_format_cell(cells.get((point, rate)), _paper_loss(variant, point, rate, scale)) for point in points]
+        rows.append((f"{rate:.2g} ({_paper_rate(rate / scale):.2g})", *line))
     own = ("own best, mean over seeds",)
-    for place in places:
-        losses = last_losses(reported(records), variant, place).values()
+    for point in points:
+        losses = last_losses(reported(records), variant, point).values()
         known = [loss for loss in losses if loss is not None]
-        own += (_cell(statistics.fmean(known) if len(known) == len(losses) else None, _best(variant, place, scale)),)
-    return f"{called(variant)}; in brackets what the paper has:\n\n{as_markdown([*rows, own])}"
+        own += (
+            _format_cell(
+                statistics.fmean(known) if len(known) == len(losses) else None, _best_paper_loss(variant, point, scale)
+            ),
+        )
+    return f"{variant_label(variant)}; in brackets what the paper has:\n\n{as_markdown([*rows, own])}"
 
 
 def correlations(records: Sequence[Record], key: str, base: str = "vanilla") -> str:
     """Return as text how our cells rank against the paper's: the losses, and their differences from `base`."""
     scale = _scale(records)
     found = []
-    for what, other in (("losses", None), (f"differences from {called(base)}", base)):
+    for what, other in (("losses", None), (f"differences from {variant_label(base)}", base)):
         if other == key or (other is not None and other not in LOSSES):
             continue
         pairs = _pairs(records, key, other, scale)
         rho = rank_correlation(*zip(*pairs, strict=True)) if pairs else None
         number = "none can be made" if rho is None else f"{rho:.2f}"
         found.append(f"of the {what} {number} ({len(pairs)} cells)")
-    return f"Spearman's rank correlation with the paper's cells, {called(key)}: {'; '.join(found)}."
+    return f"Spearman's rank correlation with the paper's cells, {variant_label(key)}: {'; '.join(found)}."
 
 
 def _pairs(records: Sequence[Record], key: str, base: str | None, scale: int) -> list[tuple[float, float]]:
@@ -86,16 +90,16 @@ def _pairs(records: Sequence[Record], key: str, base: str | None, scale: int) ->
     """
     cells = by_cell(records, key)
     below = by_cell(records, base) if base else {}
-    depths = [place.layers for place in places_of(records)]
+    depths = [point.layers for point in grid_points_of(records)]
     pairs = []
-    for (place, rate), loss in cells.items():
-        theirs = _printed(key, place, rate, scale)
-        if place.layers != statistics.mode(depths) or loss is None or theirs is None:
+    for (point, rate), loss in cells.items():
+        theirs = _paper_loss(key, point, rate, scale)
+        if point.layers != statistics.mode(depths) or loss is None or theirs is None:
             continue
         if base is None:
             pairs.append((loss, theirs))
             continue
-        other, printed = below.get((place, rate)), _printed(base, place, rate, scale)
+        other, printed = below.get((point, rate)), _paper_loss(base, point, rate, scale)
         if other is not None and printed is not None:
             pairs.append((loss - other, theirs - printed))
     return pairs
@@ -108,21 +112,21 @@ def _scale(records: Sequence[Record]) -> int:
     return widths.get(width, 1)  # models given by a size of the paper have no width in their options
 
 
-def _near(rate: float) -> float:
+def _paper_rate(rate: float) -> float:
     """Return the paper's learning rate that equals `rate` up to rounding, or `rate` itself if there is none."""
     return next((known for known in RATES if abs(known - rate) < 1e-9), rate)
 
 
-def _printed(key: str, place: Place, rate: float, scale: int) -> float | None:
-    return LOSSES.get(key, {}).get((_near(rate / scale), place.length * scale))
+def _paper_loss(key: str, point: GridPoint, rate: float, scale: int) -> float | None:
+    return LOSSES.get(key, {}).get((_paper_rate(rate / scale), point.length * scale))
 
 
-def _best(key: str, place: Place, scale: int) -> float | None:
-    losses = [loss for (_, length), loss in LOSSES.get(key, {}).items() if length == place.length * scale]
+def _best_paper_loss(key: str, point: GridPoint, scale: int) -> float | None:
+    losses = [loss for (_, length), loss in LOSSES.get(key, {}).items() if length == point.length * scale]
     return min(losses, default=None)
 
 
-def _cell(ours: float | None, theirs: float | None) -> str:
+def _format_cell(ours: float | None, theirs: float | None) -> str:
     return f"{'diverged' if ours is None else f'{ours:.4f}'} ({'-' if theirs is None else f'{theirs:.4f}'})"
 
 
@@ -131,44 +135,45 @@ def _jobs(methods: Sequence[str], preset: str, seeds: Sequence[int]) -> list[Stu
 
 
 def _claims(better: str, worse: Sequence[str], records: Sequence[Record]) -> list[Claim]:
-    """Return the claims that `better` has a lower loss than each of `worse`, at each place and pooled over places."""
+    """Return the claims that `better` has a lower loss than each of `worse`, at each grid point and pooled."""
     scale = _scale(records)
     return [
         claim
         for other in worse
         for claim in (
             *(
-                compared(records, better, other, place, paper=_paper(better, other, place, scale))
-                for place in places_of(records)
+                lower_loss_claim(records, better, other, point, paper=_paper_text(better, other, point, scale))
+                for point in grid_points_of(records)
             ),
-            *pooled(records, better, other),
+            *pooled_claims(records, better, other),
         )
     ]
 
 
-def _paper(better: str, worse: str, place: Place, scale: int) -> str:
-    """Return the paper's best loss of each method, as text, at the context length that corresponds to the place."""
-    ours, theirs = (_best(key, place, scale) for key in (better, worse))
-    length = place.length * scale
+def _paper_text(better: str, worse: str, point: GridPoint, scale: int) -> str:
+    """Return the paper's best loss of each method, as text, at the context length of the grid point."""
+    ours, theirs = (_best_paper_loss(key, point, scale) for key in (better, worse))
+    length = point.length * scale
     if ours is None or theirs is None:
         return f"no number at {length} tokens"
     return f"at {length} tokens {ours:.4f} against {theirs:.4f}"
 
 
-def _longer(records: Sequence[Record]) -> list[Claim]:
+def _longer_context_claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claims that vanilla's loss falls with longer contexts, from each length to the next at one depth."""
     scale, models = _scale(records), by_arm(records)
     claims = []
-    for short, long in pairwise(places_of(records)):
+    for short, long in pairwise(grid_points_of(records)):
         if short.layers != long.layers:
             continue
         claims.append(
-            claim_of(
-                paired_losses(*(models[arm_at(place, "vanilla")] for place in (long, short))),
+            loss_claim(
+                paired_losses(*(models[arm_at(point, "vanilla")] for point in (long, short))),
                 (f"{long.length} tokens", f"{short.length} tokens"),
                 statement=f"{long.layers} layers, vanilla, after {_millions(records[0])} tokens of training: "
                 f"{long.length} tokens have a lower loss than {short.length}",
-                paper=f"{_best('vanilla', long, scale)} against {_best('vanilla', short, scale)} at "
+                paper=f"{_best_paper_loss('vanilla', long, scale)} against "
+                f"{_best_paper_loss('vanilla', short, scale)} at "
                 f"{long.length * scale} and {short.length * scale} tokens",
                 note="on the same tokens",
             )
@@ -182,16 +187,16 @@ def _millions(record: Record) -> str:
 
 
 def _plot(methods: Sequence[str], records: Sequence[Record]) -> Figure:
-    """Plot the final loss of each seed and their mean, by place and method."""
-    places = places_of(records)
+    """Plot the final loss of each seed and their mean, by grid point and method."""
+    points = grid_points_of(records)
     figure, (axes,) = new_figure(["Loss of each seed, and the mean"], ylabels=[LOSS], height=3.4)
     losses = {
-        called(key): [
-            [loss for loss in last_losses(records, key, place).values() if loss is not None] for place in places
+        variant_label(key): [
+            [loss for loss in last_losses(records, key, point).values() if loss is not None] for point in points
         ]
         for key in methods
     }
-    draw_groups(axes, [place_label(place) for place in places], losses)
+    draw_groups(axes, [grid_point_label(point) for point in points], losses)
     legend_below(figure)
     return figure
 
@@ -228,7 +233,7 @@ def table_recipe(
         source=f"Table {int(entry.name[3:])}",
         jobs=partial(_jobs, methods),
         plot=partial(_plot, methods),
-        claims=partial(_claims, better, others) if others else _longer,
+        claims=partial(_claims, better, others) if others else _longer_context_claims,
         tuned_by=least_loss(),
         tables=partial(_text, shown or methods[:1]),
         notes=NOTES,

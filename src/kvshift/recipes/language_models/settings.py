@@ -23,7 +23,7 @@ from kvshift.lab.variants.model_config import ModelConfig
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class GridPoint:
     """A model depth and a context length.
 
     Attributes:
@@ -41,7 +41,7 @@ class Setting:
 
     Attributes:
         config: options of all its runs, except depth, variant, sequence length and seed.
-        places: depths and lengths, the longest runs first.
+        points: depths and lengths, the longest runs first.
         tokens_at_once: tokens per forward pass.
         validation_tokens: tokens per evaluation.
         scale: factor by which the setting is smaller than the paper's: context lengths are divided by it, and learning
@@ -49,20 +49,20 @@ class Setting:
     """
 
     config: TrainConfig
-    places: Sequence[Place]
+    points: Sequence[GridPoint]
     tokens_at_once: int
     validation_tokens: int
     scale: int = 1
 
-    def at(self, place: Place) -> TrainConfig:
-        """Return the options at a place; tokens per step and per evaluation do not depend on the length."""
+    def at(self, point: GridPoint) -> TrainConfig:
+        """Return the options at a grid point; tokens per step and per evaluation do not depend on the length."""
         config = self.config
         return replace(
             config,
-            model=replace(config.model, num_hidden_layers=None if config.model.size else place.layers),
-            data=replace(config.data, sequence_length=place.length),
-            batch_size=self.tokens_at_once // place.length,
-            eval_rows=self.validation_tokens // place.length,
+            model=replace(config.model, num_hidden_layers=None if config.model.size else point.layers),
+            data=replace(config.data, sequence_length=point.length),
+            batch_size=self.tokens_at_once // point.length,
+            eval_rows=self.validation_tokens // point.length,
         )
 
 
@@ -124,19 +124,19 @@ _SMOKE = replace(
 TABLES: Mapping[str, Setting] = {
     "paper": Setting(
         config=_PAPER,
-        places=tuple(Place(12, length) for length in (4096, 2048, 1024, 512, 256)),
+        points=tuple(GridPoint(12, length) for length in (4096, 2048, 1024, 512, 256)),
         tokens_at_once=65_536,
         validation_tokens=10_485_760,
     ),
     "laptop": Setting(
         config=_LAPTOP,
-        places=(Place(4, 128), Place(2, 256), Place(2, 128), Place(2, 64)),
+        points=(GridPoint(4, 128), GridPoint(2, 256), GridPoint(2, 128), GridPoint(2, 64)),
         tokens_at_once=2048,
         validation_tokens=49_152,
         scale=4,
     ),
     "smoke": Setting(
-        config=_SMOKE, places=(Place(1, 16), Place(1, 8)), tokens_at_once=32, validation_tokens=64, scale=16
+        config=_SMOKE, points=(GridPoint(1, 16), GridPoint(1, 8)), tokens_at_once=32, validation_tokens=64, scale=16
     ),
 }
 
@@ -170,7 +170,7 @@ def _large(size: str, part: str) -> Setting:
         progress=False,
     )
     return Setting(
-        config=config, places=(Place(layers, length),), tokens_at_once=at_once * length, validation_tokens=2_097_152
+        config=config, points=(GridPoint(layers, length),), tokens_at_once=at_once * length, validation_tokens=2_097_152
     )
 
 
@@ -181,56 +181,56 @@ LARGE: Mapping[str, Setting] = {
 """Settings of the paper's larger models by size, from its Table 16."""
 
 
-def arm_at(place: Place, variant: str) -> Arm:
-    """Return the arm of a variant at a place."""
-    return Arm(variant=variant, layers=place.layers, length=place.length)
+def arm_at(point: GridPoint, variant: str) -> Arm:
+    """Return the arm of a variant at a grid point."""
+    return Arm(variant=variant, layers=point.layers, length=point.length)
 
 
-def place_label(place: Place) -> str:
-    """Return the name of a place in figures and tables."""
-    return Arm(layers=place.layers, length=place.length).label
+def grid_point_label(point: GridPoint) -> str:
+    """Return the name of a grid point in figures and tables."""
+    return Arm(layers=point.layers, length=point.length).label
 
 
-def called(variant: str) -> str:
+def variant_label(variant: str) -> str:
     """Return the name, in figures and tables, of a variant or of one of the refined variants of this module."""
     return Arm(variant=variant).label
 
 
-def job(setting: Setting, place: Place, variant: str, seed: int) -> StudyJob:
-    """Return the job that trains one variant at one place with one seed."""
-    config = setting.at(place)
+def job(setting: Setting, point: GridPoint, variant: str, seed: int) -> StudyJob:
+    """Return the job that trains one variant at one grid point with one seed."""
+    config = setting.at(point)
     name, options = _REFINED.get(variant, (variant, {}))
     model = replace(with_variant(config.model, name), **options)
-    return StudyJob(arm=arm_at(place, variant), config=replace(config, seed=seed, model=model))
+    return StudyJob(arm=arm_at(point, variant), config=replace(config, seed=seed, model=model))
 
 
 def jobs_of(setting: Setting, variants: Sequence[str], seeds: Sequence[int]) -> list[StudyJob]:
-    """Return a job for each variant at each place with each seed."""
-    return [job(setting, place, variant, seed) for place in setting.places for seed in seeds for variant in variants]
+    """Return a job for each variant at each grid point with each seed."""
+    return [job(setting, point, variant, seed) for point in setting.points for seed in seeds for variant in variants]
 
 
-def places_of(records: Sequence[Record]) -> list[Place]:
-    """Return the places of the records' runs, smallest first."""
+def grid_points_of(records: Sequence[Record]) -> list[GridPoint]:
+    """Return the grid points of the records' runs, smallest first."""
     found = {
-        Place(record.options["model"]["num_hidden_layers"], record.options["data"]["sequence_length"])
+        GridPoint(record.options["model"]["num_hidden_layers"], record.options["data"]["sequence_length"])
         for record in records
     }
     return sorted(found)
 
 
-def last_losses(records: Sequence[Record], variant: str, place: Place) -> dict[int, float | None]:
+def last_losses(records: Sequence[Record], variant: str, point: GridPoint) -> dict[int, float | None]:
     """Return the final validation loss of each seed, None where the run diverged."""
-    runs = by_arm(records)[arm_at(place, variant)]
+    runs = by_arm(records)[arm_at(point, variant)]
     return {seed: None if diverged(record) else last_loss(record) for seed, record in runs.items()}
 
 
-def pairs_of(records: Sequence[Record], one: str, other: str, place: Place) -> list[tuple[float, float]] | None:
+def loss_pairs(records: Sequence[Record], one: str, other: str, point: GridPoint) -> list[tuple[float, float]] | None:
     """Return the final losses of two variants, a pair for each seed; None if a run diverged: there is no interval."""
     models = by_arm(records)
-    return paired_losses(models[arm_at(place, one)], models[arm_at(place, other)])
+    return paired_losses(models[arm_at(point, one)], models[arm_at(point, other)])
 
 
-def claim_of(
+def loss_claim(
     pairs: Sequence[tuple[float, float]] | None,
     names: tuple[str, str],
     decide: Callable[[Sequence[float], Sequence[float]], Direction] = lower,
@@ -256,40 +256,40 @@ def claim_of(
     )
 
 
-def compared(
-    records: Sequence[Record], better: str, worse: str, place: Place, *, paper: str, own: bool = False
+def lower_loss_claim(
+    records: Sequence[Record], better: str, worse: str, point: GridPoint, *, paper: str, own: bool = False
 ) -> Claim:
-    """Return the claim that `better` has a lower loss than `worse` at a place, each at its best learning rate."""
-    names = (called(better), called(worse))
-    return claim_of(
-        pairs_of(records, better, worse, place),
+    """Return the claim that `better` has a lower loss than `worse` at a grid point, each at its best learning rate."""
+    names = (variant_label(better), variant_label(worse))
+    return loss_claim(
+        loss_pairs(records, better, worse, point),
         names,
-        statement=f"{place_label(place)}: {names[0]} has a lower loss than {names[1]}",
+        statement=f"{grid_point_label(point)}: {names[0]} has a lower loss than {names[1]}",
         paper=paper,
         own=own,
     )
 
 
-def pooled(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
-    """Return the claim that the mean loss over all places is lower, by seed; no claim if there is a single place.
+def pooled_claims(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
+    """Return the claim that the mean loss over grid points is lower, by seed; no claim if there is only one point.
 
-    The places of one seed share their text and its order, so they are not independent: each seed counts as one mean.
+    The grid points of one seed share their text and its order, so they are not independent: each seed is one mean.
     """
-    places = places_of(records)
-    if len(places) < 2:
+    points = grid_points_of(records)
+    if len(points) < 2:
         return []
-    names = (called(better), called(worse))
-    by_place = [pairs_of(records, better, worse, place) for place in places]
-    known = [pairs for pairs in by_place if pairs is not None]
+    names = (variant_label(better), variant_label(worse))
+    by_point = [loss_pairs(records, better, worse, point) for point in points]
+    known = [pairs for pairs in by_point if pairs is not None]
     means = [
         (statistics.fmean(ours for ours, _ in of_seed), statistics.fmean(theirs for _, theirs in of_seed))
         for of_seed in zip(*known, strict=True)
     ]
     return [
-        claim_of(
-            means if len(known) == len(places) else None,
+        loss_claim(
+            means if len(known) == len(points) else None,
             names,
-            statement=f"Mean over {len(places)} places, by seed: {names[0]} has a lower loss than {names[1]}",
+            statement=f"Mean over {len(points)} places, by seed: {names[0]} has a lower loss than {names[1]}",
             paper="not asked",
             note="chosen after the data had been seen",
             own=True,

@@ -15,7 +15,14 @@ from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.language_models.lm_figures import plot_differences
 from kvshift.recipes.language_models.lm_tables import NOTES
-from kvshift.recipes.language_models.settings import TABLES, Setting, compared, jobs_of, places_of, pooled
+from kvshift.recipes.language_models.settings import (
+    TABLES,
+    Setting,
+    grid_points_of,
+    jobs_of,
+    lower_loss_claim,
+    pooled_claims,
+)
 from kvshift.recipes.neighbours import ENTRY
 
 NEIGHBOURS = ("canon", "fox-shift")
@@ -23,11 +30,11 @@ _TOKENS = 512  # vocabulary for counting parameters where the size sets none; it
 
 
 def _setting(preset: str) -> Setting:
-    """Return the tables' setting at the paper's context length 512 (divided by `scale`); smoke keeps all places."""
+    """Return the tables' setting at the paper's context length 512 (divided by `scale`); smoke keeps all points."""
     setting = TABLES[preset]
     if preset == "smoke":
         return setting
-    return replace(setting, places=[place for place in setting.places if place.length * setting.scale == 512])
+    return replace(setting, points=[point for point in setting.points if point.length * setting.scale == 512])
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
@@ -64,8 +71,11 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         claim
         for better, worse in pairs
         for claim in (
-            *(compared(records, better, worse, place, paper="not asked", own=True) for place in places_of(records)),
-            *pooled(records, better, worse),
+            *(
+                lower_loss_claim(records, better, worse, point, paper="not asked", own=True)
+                for point in grid_points_of(records)
+            ),
+            *pooled_claims(records, better, worse),
         )
     ]
 

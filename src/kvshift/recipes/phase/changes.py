@@ -18,11 +18,11 @@ from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher, lower_loss, question, sooner
 from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, value_at
 from kvshift.lab.training.probes import KINDS
-from kvshift.recipes.phase.phase_search import LEVEL, millions, tokens_per_step
+from kvshift.recipes.phase.phase_search import LEVEL, tokens_in_words, tokens_per_step
 
 
 @dataclass(frozen=True)
-class Changes:
+class PhaseChanges:
     """When each model begins to copy (its "change"), and what the shift gains before, at and after that point.
 
     Attributes:
@@ -41,7 +41,7 @@ class Changes:
         """Depths of the models, shallowest first."""
         return sorted({record.options["model"]["num_hidden_layers"] for record in self.records})
 
-    def reach(self, arm: Arm) -> StepsToLevel:
+    def steps_to_change(self, arm: Arm) -> StepsToLevel:
         """Return the step at which the prefix matching of each seed reached `LEVEL`."""
         return steps_to_level(
             {seed: accuracy_curve(record, "prefix_matching") for seed, record in self.models[arm].items()}, LEVEL
@@ -60,7 +60,7 @@ class Changes:
 
     def moments(self, layers: int) -> dict[str, dict[int, float]]:
         """Return the moments by name, each as steps by seed; a moment that some seed does not reach is omitted."""
-        ours, theirs = map(self.reach, pair(layers=layers))
+        ours, theirs = map(self.steps_to_change, pair(layers=layers))
         found: dict[str, Mapping[int, float | None]] = {
             "half way to KV-shift's change": {seed: step and step / 2 for seed, step in ours.steps.items()},
             "at KV-shift's change": ours.steps,
@@ -73,12 +73,18 @@ class Changes:
             if None not in steps.values()
         }
 
-    def sooner(self, ours: Arm, theirs: Arm) -> Claim:
+    def sooner_claim(self, ours: Arm, theirs: Arm) -> Claim:
         """Return the question whether one model begins to copy after fewer tokens than another."""
-        compared = compare_steps(self.reach(ours), self.reach(theirs), names=(ours.label, theirs.label))
+        compared = compare_steps(
+            self.steps_to_change(ours), self.steps_to_change(theirs), names=(ours.label, theirs.label)
+        )
         tokens = tokens_per_step(self.records[0])
-        reached = [statistics.geometric_mean(r) for r in (self.reach(ours).reached, self.reach(theirs).reached) if r]
-        means = " and ".join(millions(steps * tokens) for steps in reached)
+        reached = [
+            statistics.geometric_mean(r)
+            for r in (self.steps_to_change(ours).reached, self.steps_to_change(theirs).reached)
+            if r
+        ]
+        means = " and ".join(tokens_in_words(steps * tokens) for steps in reached)
         return question(
             statement=f"{ours}: a prefix matching of {LEVEL:g} sooner than {theirs}",
             ours=compared.text.replace("steps", f"steps of {tokens:,} tokens", 1),
@@ -86,7 +92,7 @@ class Changes:
             note=f"of those that reach it, after {means} tokens (geometric mean)" if means else "none reaches it",
         )
 
-    def gain(self, layers: int, when: str, steps: Mapping[int, float]) -> Claim:
+    def gain_claim(self, layers: int, when: str, steps: Mapping[int, float]) -> Claim:
         """Return the claim that the loss is lower with the shift at a moment, with the gains by kind of target."""
         losses = self.gains(layers, "loss", steps)
         by_kind = {kind: self.gains(layers, f"loss_{kind}", steps) for kind in KINDS}
@@ -98,10 +104,10 @@ class Changes:
             note=f"gain in nats: {kinds}",
         )
 
-    def where(self, layers: int) -> list[Claim]:
+    def gain_location_claims(self, layers: int) -> list[Claim]:
         """Return the questions whether the final gain lies on seen pairs, and vanilla is ahead after new tokens."""
-        ends = self.ends(layers)
-        seen, new = (self.gains(layers, f"loss_{kind}", ends) for kind in ("pair_seen", "neither"))
+        last_steps = self.last_steps(layers)
+        seen, new = (self.gains(layers, f"loss_{kind}", last_steps) for kind in ("pair_seen", "neither"))
         return [
             question(
                 statement=f"{layers_text(layers)}, at the end: the gain is larger on pairs seen in the row before than "
@@ -120,9 +126,9 @@ class Changes:
             ),
         ]
 
-    def ends(self, layers: int) -> dict[int, float]:
+    def last_steps(self, layers: int) -> dict[int, float]:
         """Return the last step of each seed."""
-        return dict(self.reach(Arm(variant="vanilla", layers=layers)).within)
+        return dict(self.steps_to_change(Arm(variant="vanilla", layers=layers)).within)
 
     def table(self) -> str:
         """Return a Markdown table of the gains by kind of target at each moment."""
@@ -156,7 +162,7 @@ def mean_text(gains: Sequence[float]) -> str:
 
 def plot_changes(records: Sequence[Record]) -> Figure:
     """Plot prefix matching and losses by kind of target over tokens, and mark when each model begins to copy."""
-    changes = Changes(records)
+    changes = PhaseChanges(records)
     titles = {
         "prefix_matching": "Prefix matching: attention of the best head to the token that followed last time",
         "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
@@ -182,11 +188,11 @@ def plot_changes(records: Sequence[Record]) -> Figure:
         draw_means(axes, curves)
         lines = {line.get_label(): line for line in axes.get_lines()}
         for arm in arms:
-            mean = changes.reach(arm).mean
+            mean = changes.steps_to_change(arm).mean
             if mean is not None and arm.label in lines:
                 axes.axvline(mean * tokens / 1e6, color=lines[arm.label].get_color(), linestyle=":", linewidth=1)
         axes.set_xlabel("million training tokens")
-    is_drawn = any(changes.reach(arm).mean is not None for arm in arms)
+    is_drawn = any(changes.steps_to_change(arm).mean is not None for arm in arms)
     when = "; upright lines: when" if is_drawn else ""
     draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to have changed{when}")
     legend_below(figure, INTERVALS)

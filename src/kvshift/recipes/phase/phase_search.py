@@ -28,8 +28,8 @@ LEVEL = 0.2
 """Prefix matching of the best head from which on a model counts as copying."""
 
 _LENGTH = 512
-_APART = 409_600  # tokens between two evaluations of the search
-_MOST = 25_000_000  # tokens read at most; the text has 26.8 million
+_EVAL_TOKENS = 409_600  # tokens between two evaluations of the search
+_MAX_TOKENS = 25_000_000  # tokens read at most; the text has 26.8 million
 
 BASE = TrainConfig(
     out=Path(),
@@ -54,7 +54,7 @@ class Setting:
         rate: learning rate, constant after 100 steps.
         tokens: tokens per step.
         vocabulary: vocabulary size of the BPE.
-        most: number of training tokens; none is read twice.
+        max_tokens: number of training tokens; none is read twice.
         qk_norm: whether queries and keys are normalized.
         bias: whether the projections of attention have biases.
         layers: number of layers: two, or three for comparison.
@@ -66,7 +66,7 @@ class Setting:
     rate: float
     tokens: int = 1024
     vocabulary: int = 1024
-    most: int = _MOST
+    max_tokens: int = _MAX_TOKENS
     qk_norm: bool = False
     bias: bool = False
     layers: int = 2
@@ -74,18 +74,18 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Description of the setting in words, without `most`."""
+        """Description of the setting in words, without `max_tokens`."""
         size = f"width {self.width}, {self.heads} head{'s' if self.heads > 1 else ''} of {self.width // self.heads}"
         size = size if self.layers == 2 else f"{self.layers} layers, {size}"
         norm = (", QK-norm" if self.qk_norm else "") + (", biases" if self.bias else "")
         spans = "" if self.repeated_spans is None else f", spans repeated in {100 * self.repeated_spans:g} %"
         return f"{size}{norm}, BPE {self.vocabulary:,}, {self.tokens:,} tokens a step, rate {self.rate:g}{spans}"
 
-    def config(self, *, apart: int = _APART) -> TrainConfig:
+    def config(self, *, eval_tokens: int = _EVAL_TOKENS) -> TrainConfig:
         """Return the options of a run of the vanilla model.
 
         Args:
-            apart: tokens between two evaluations.
+            eval_tokens: tokens between two evaluations.
         """
         model = ModelConfig(
             hidden_size=self.width,
@@ -99,9 +99,9 @@ class Setting:
             model=with_variant(model, "vanilla"),
             data=replace(BASE.data, vocab_size=self.vocabulary, repeated_spans=self.repeated_spans),
             optimizer=replace(BASE.optimizer, learning_rate=self.rate),
-            steps=self.most // self.tokens,
+            steps=self.max_tokens // self.tokens,
             batch_size=self.tokens // _LENGTH,
-            eval_every=apart // self.tokens,
+            eval_every=eval_tokens // self.tokens,
         )
 
 
@@ -183,7 +183,7 @@ def _claim(statement: str, records: Sequence[Record]) -> Claim:
     ours = f"in {len(reached)} of {len(records)} setting{'s' if len(records) > 1 else ''}"
     if costs:
         cheapest = min(costs, key=costs.__getitem__)
-        ours += f"; the cheapest is {cheapest}: after {millions(reached[cheapest])} tokens"
+        ours += f"; the cheapest is {cheapest}: after {tokens_in_words(reached[cheapest])} tokens"
     return question(
         statement=statement,
         ours=ours,
@@ -197,7 +197,7 @@ def _flops(record: Record) -> float:
     return training_flops(llama_of(record), record.options["data"]["sequence_length"]).model
 
 
-def millions(tokens: float) -> str:
+def tokens_in_words(tokens: float) -> str:
     """Return a number of tokens in words, such as "1.5 million"."""
     return f"{tokens / 1e6:.1f} million"
 
@@ -215,7 +215,9 @@ def plot(records: Sequence[Record]) -> Figure:
         tokens = tokens_to_level(record)
         read = record.options["steps"] if tokens is None else 0
         text = (
-            f"not within {millions(read * tokens_per_step(record))}" if tokens is None else f"after {millions(tokens)}"
+            f"not within {tokens_in_words(read * tokens_per_step(record))}"
+            if tokens is None
+            else f"after {tokens_in_words(tokens)}"
         )
         axes.text(max(value, LEVEL) + 0.01, at, f"{text} tokens", va="center", fontsize=7)
     axes.set_yticks(range(len(records)), [record.arm.label for record in records], fontsize=7)
@@ -235,8 +237,8 @@ def table(records: Sequence[Record]) -> str:
         rows.append(
             (
                 record.arm.label,
-                millions(record.result["tokens"]),
-                "not reached" if reached is None else millions(reached),
+                tokens_in_words(record.result["tokens"]),
+                "not reached" if reached is None else tokens_in_words(reached),
                 f"{max(accuracy_curve(record, 'prefix_matching')[1]):.3f}",
                 f"{record.curve['loss'][-1]:.3f}",
             )

@@ -21,11 +21,11 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.phase import ENTRY, phase_search
-from kvshift.recipes.phase.changes import Changes, mean_text, plot_changes
+from kvshift.recipes.phase.changes import PhaseChanges, mean_text, plot_changes
 from kvshift.recipes.phase.phase_search import Setting
 
-FOUND = Setting(64, 2, 4e-3, most=5_000_000)
-LAPTOP = replace(FOUND.config(apart=204_800), eval_rows=96)
+FOUND_SETTING = Setting(64, 2, 4e-3, max_tokens=5_000_000)
+LAPTOP = replace(FOUND_SETTING.config(eval_tokens=204_800), eval_rows=96)
 PAPER = replace(
     LAPTOP,
     model=with_variant(ModelConfig(hidden_size=512, num_attention_heads=8), "vanilla"),
@@ -63,27 +63,27 @@ def _is_search(records: Sequence[Record]) -> bool:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claims of the search, or those about when models begin to copy and the gain before and after that."""
-    return phase_search.claims(records) if _is_search(records) else _claims(Changes(records))
+    return phase_search.claims(records) if _is_search(records) else _claims(PhaseChanges(records))
 
 
-def _claims(changes: Changes) -> list[Claim]:
-    found = [changes.sooner(*pair(layers=layers)) for layers in changes.depths]
+def _claims(changes: PhaseChanges) -> list[Claim]:
+    found = [changes.sooner_claim(*pair(layers=layers)) for layers in changes.depths]
     if len(changes.depths) > 1:
         least, most = changes.depths[0], changes.depths[-1]
-        found.append(changes.sooner(Arm(variant="kv-shift", layers=least), Arm(variant="vanilla", layers=most)))
+        found.append(changes.sooner_claim(Arm(variant="kv-shift", layers=least), Arm(variant="vanilla", layers=most)))
     for layers in changes.depths:
-        found += [changes.gain(layers, name, steps) for name, steps in changes.moments(layers).items()]
-        found += [_survives(changes, layers), *changes.where(layers)]
+        found += [changes.gain_claim(layers, name, steps) for name, steps in changes.moments(layers).items()]
+        found += [_survives(changes, layers), *changes.gain_location_claims(layers)]
     if len(changes.depths) > 1:
         found.append(_one_for_two(changes, changes.depths[0], changes.depths[-1]))
     return found
 
 
-def _survives(changes: Changes, layers: int) -> Claim:
+def _survives(changes: PhaseChanges, layers: int) -> Claim:
     """Return the recipe's main question; it is "not shown" unless vanilla begins to copy in all seeds."""
-    theirs = changes.reach(Arm(variant="vanilla", layers=layers))
-    ends = changes.ends(layers)
-    gains = changes.gains(layers, "loss", ends)
+    theirs = changes.steps_to_change(Arm(variant="vanilla", layers=layers))
+    last_steps = changes.last_steps(layers)
+    gains = changes.gains(layers, "loss", last_steps)
     decided: Direction = "not shown" if theirs.missing else higher(gains, [0.0] * len(gains))
     but = f"; {theirs.text.replace('%', '% prefix matching', 1)}" if theirs.missing else ""
     return question(
@@ -94,7 +94,7 @@ def _survives(changes: Changes, layers: int) -> Claim:
     )
 
 
-def _one_for_two(changes: Changes, least: int, most: int) -> Claim:
+def _one_for_two(changes: PhaseChanges, least: int, most: int) -> Claim:
     arms = Arm(variant="kv-shift", layers=least), Arm(variant="vanilla", layers=most)
     names = arms[0].label, arms[1].label
     losses = [[last_loss(run) for run in changes.models[arm].values()] for arm in arms]
@@ -111,7 +111,7 @@ def tables(records: Sequence[Record]) -> str:
     shown = [record for record in records if record.tunes is None]
     if _is_search(shown):
         return phase_search.table(shown)
-    return Changes(shown).table()
+    return PhaseChanges(shown).table()
 
 
 RECIPE = Recipe(

@@ -21,7 +21,7 @@ ALL, CONTROL, LORA, BOTH = "coefficients", "current token alone", "LoRA", "LoRA 
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """The measurements of each trained part by seed; those of the untrained model are the same for each seed.
 
     Attributes:
@@ -83,7 +83,7 @@ _COPYING = ((ALL, NOTHING), (ALL, CONTROL), (BOTH, LORA))
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claims: losses of each part against its controls, whether the gain lasts, and copying."""
-    found = Measured(records)
+    found = Measurements(records)
     losses, copying = ([pair for pair in pairs if set(pair) <= {*found.by_part}] for pairs in (_LOSSES, _COPYING))
     return [
         *(_lower(found, text, *pair) for text in found.texts for pair in losses),
@@ -93,7 +93,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     ]
 
 
-def _lower(found: Measured, text: str, one: str, other: str) -> Claim:
+def _lower(found: Measurements, text: str, one: str, other: str) -> Claim:
     """Return the claim of a lower loss, decided only if the intervals over seeds and over sequences agree."""
     ours, theirs = found.losses(one, text), found.losses(other, text)
     pairs = zip(found.by_sequence(one, text), found.by_sequence(other, text), strict=True)
@@ -111,7 +111,7 @@ def _lower(found: Measured, text: str, one: str, other: str) -> Claim:
     return over_seeds if over_seeds.direction == over_sequences else replace(over_seeds, direction="not shown")
 
 
-def _lasting(found: Measured) -> Claim:
+def _lasting(found: Measurements) -> Claim:
     """Return the question whether the lags add no less at the last evaluation than at the first."""
     gains = {}
     for at in (0, -1):
@@ -130,7 +130,7 @@ def _lasting(found: Measured) -> Claim:
     )
 
 
-def _repeats(found: Measured, one: str, other: str) -> Claim:
+def _repeats(found: Measurements, one: str, other: str) -> Claim:
     ours, theirs = found.repeated(one, "loss"), found.repeated(other, "loss")
     accuracy = [statistics.fmean(found.repeated(label, "accuracy")) for label in (one, other)]
     return lower_loss(
@@ -143,7 +143,7 @@ def _repeats(found: Measured, one: str, other: str) -> Claim:
     )
 
 
-def _induction(found: Measured, one: str, other: str) -> Claim:
+def _induction(found: Measurements, one: str, other: str) -> Claim:
     ours, theirs = found.induction(one), found.induction(other)
     differences = [first - second for first, second in zip(ours, theirs, strict=True)]
     interval = difference_interval(differences)
@@ -159,7 +159,7 @@ def _induction(found: Measured, one: str, other: str) -> Claim:
 
 def tables(records: Sequence[Record]) -> str:
     """Return a table of all measurements, as means over seeds."""
-    found = Measured([record for record in records if record.tunes is None])
+    found = Measurements([record for record in records if record.tunes is None])
     rows: list[tuple[str, ...]] = [
         ("trained", *(f"loss on {text}" for text in found.texts), "loss on repeats", "copied", "induction")
     ]
@@ -173,7 +173,7 @@ def tables(records: Sequence[Record]) -> str:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Plot the validation loss by step, and each part's loss minus the untrained model's on each text."""
-    found = Measured(records)
+    found = Measurements(records)
     titles = [f"Validation loss while training on {found.texts[0]}", "Held-out text: trained minus untrained"]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS, "difference (nats per token)"], height=3.6)
     parts, curves = (ALL, CONTROL, LORA, BOTH), curves_by_label([record for record in records if record.curve], "loss")

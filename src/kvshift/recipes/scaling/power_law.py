@@ -42,12 +42,12 @@ _LAPTOP = replace(
 _SMOKE = replace(depth.SMOKE, model=ModelConfig())
 
 
-def _of_width(config: TrainConfig, width: int, layers: int, head: int) -> tuple[str, TrainConfig]:
+def _config_of_width(config: TrainConfig, width: int, layers: int, head: int) -> tuple[str, TrainConfig]:
     model = ModelConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // head)
     return f"{layers_text(layers)} of width {width}", replace(config, model=model)
 
 
-def _of_paper(size: str) -> tuple[str, TrainConfig]:
+def _paper_config(size: str) -> tuple[str, TrainConfig]:
     """Return a size of Table 16 and its options: 10 billion tokens with the optimizer of the smallest size."""
     config, base = LARGE[size].config, LARGE["1.5B"].config
     tokens = 2_097_152 if size == "13B" else 1_048_576
@@ -59,12 +59,15 @@ def _of_paper(size: str) -> tuple[str, TrainConfig]:
 
 # By preset: the sizes, smallest first, and the index of the one that is also trained three times as long.
 SIZES: Mapping[str, tuple[dict[str, TrainConfig], int]] = {
-    "paper": (dict(map(_of_paper, LARGE)), 0),
+    "paper": (dict(map(_paper_config, LARGE)), 0),
     "laptop": (
-        dict(_of_width(_LAPTOP, width, layers, 16) for width, layers in ((32, 2), (48, 3), (64, 4), (96, 4), (128, 5))),
+        dict(
+            _config_of_width(_LAPTOP, width, layers, 16)
+            for width, layers in ((32, 2), (48, 3), (64, 4), (96, 4), (128, 5))
+        ),
         2,
     ),
-    "smoke": (dict(_of_width(_SMOKE, width, 1, 8) for width in (8, 16, 24)), 0),
+    "smoke": (dict(_config_of_width(_SMOKE, width, 1, 8) for width in (8, 16, 24)), 0),
 }
 IN_FIGURE_5 = {"paper": ("1.5B", "6.7B", "13B")}
 

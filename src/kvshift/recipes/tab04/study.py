@@ -139,8 +139,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         found.append(
             Claim(
                 statement=f"KV shift answers more problems right, {setting}",
-                paper=_in_print(printed or PAPER_SHARES["Tr12-Te15"]) + ("" if printed else " (Tr12-Te15)"),
-                ours=_found(runs, "answers"),
+                paper=_share_text(printed or PAPER_SHARES["Tr12-Te15"]) + ("" if printed else " (Tr12-Te15)"),
+                ours=_accuracy_text(runs, "answers"),
                 direction=higher(*(_shares(seeds, "paper") for seeds in runs)),
                 note="of the paper's setting, one seed in the paper" if printed else "a miniature; cannot be compared",
             )
@@ -153,7 +153,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 Claim(
                     statement=f"KV shift answers more problems right of no more operations than in training, {setting}",
                     paper="no number",
-                    ours=_found(runs, "inside"),
+                    ours=_accuracy_text(runs, "inside"),
                     direction=higher(*inside),
                     note="other problems than those of training",
                     own=True,
@@ -162,7 +162,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     return found
 
 
-def _found(runs: Sequence[dict[int, Record]], which: str) -> str:
+def _accuracy_text(runs: Sequence[dict[int, Record]], which: str) -> str:
     """Return the shares of right answers of both models as text, by the paper's rule and with every step right."""
     ours, theirs = (_shares(seeds, "paper", which) for seeds in runs)
     strict = [_shares(seeds, "strict", which) for seeds in runs]
@@ -212,7 +212,7 @@ def _shares(seeds: dict[int, Record], measure: str, which: str = "answers") -> l
     return [record.result[which][measure]["share"] for record in seeds.values()]
 
 
-def _in_print(shares: dict[str, float]) -> str:
+def _share_text(shares: dict[str, float]) -> str:
     ours, theirs = shares["KV-shift"], shares["vanilla"]
     return f"{100 * ours:.2f} % against {100 * theirs:.2f} %: {100 * (ours - theirs):+.2f} points"
 

@@ -17,7 +17,7 @@ from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, diverged, reported
 from kvshift.lab.study.tuning import least_loss
 from kvshift.recipes.language_models.lm_tables import NOTES
-from kvshift.recipes.language_models.settings import LARGE, TABLES, arm_at, jobs_of, place_label, places_of
+from kvshift.recipes.language_models.settings import LARGE, TABLES, arm_at, grid_point_label, grid_points_of, jobs_of
 from kvshift.recipes.tab05 import ENTRY
 
 # The cells of Table 5, named as in `coefficient_counts`, with the paper's counts.
@@ -36,7 +36,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
     """Return jobs of KV shift alone: the runs of Table 7, on laptop only at length 128; on paper the 2.9B model."""
     setting = TABLES[preset] if preset != "paper" else LARGE["2.9B"]
     if preset == "laptop":
-        setting = replace(setting, places=[place for place in setting.places if place.length == 128])
+        setting = replace(setting, points=[point for point in setting.points if point.length == 128])
     return jobs_of(setting, ["kv-shift"], seeds)
 
 
@@ -62,12 +62,13 @@ def _per_head(record: Record, names: Iterable[str]) -> list[float]:
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claim, for each size, that keys and values lean the same way in more than half of the heads."""
     found = []
-    for place in places_of(records):
-        runs = [run for run in by_arm(records)[arm_at(place, "kv-shift")].values() if not diverged(run)]
+    for point in grid_points_of(records):
+        runs = [run for run in by_arm(records)[arm_at(point, "kv-shift")].values() if not diverged(run)]
         shares = [_on_diagonal(run)[-1] for run in runs]
         found.append(
             Claim(
-                statement=f"{place_label(place)}: keys and values lean the same way in more than half of the KV heads",
+                statement=f"{grid_point_label(point)}: keys and values lean the same way in more than half of "
+                "the KV heads",
                 paper="102 of 128 heads (79.7 %)",
                 ours=percent(shares) if shares else "all runs diverged",
                 direction=higher(shares, [0.5] * len(shares)) if shares else "not shown",
@@ -83,8 +84,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 def tables(records: Sequence[Record]) -> str:
     """Return Table 5 for each size with signs and sums by layer: counts are added over seeds, distances averaged."""
     shown, parts = reported(records), []
-    for place in places_of(shown):
-        runs = [run for run in by_arm(shown)[arm_at(place, "kv-shift")].values() if not diverged(run)]
+    for point in grid_points_of(shown):
+        runs = [run for run in by_arm(shown)[arm_at(point, "kv-shift")].values() if not diverged(run)]
         rows = [("layer", *CELLS, *_NEGATIVE, *_SUMS)]
         layers = len(runs[0].result["coefficients"]) if runs else 0
         for name, chosen in [*((str(at), slice(at, at + 1)) for at in range(layers)), ("all", slice(None))]:
@@ -94,7 +95,7 @@ def tables(records: Sequence[Record]) -> str:
             line = [f"{sum(count[cell] for count in counts):g}" for cell in (*CELLS, *_NEGATIVE)]
             line += [f"{statistics.fmean(count[cell] for count in counts):.3f}" for cell in _SUMS]
             rows.append((name, *line))
-        parts.append(f"{place_label(place)}: KV heads of {len(runs)} seeds together\n\n{as_markdown(rows)}")
+        parts.append(f"{grid_point_label(point)}: KV heads of {len(runs)} seeds together\n\n{as_markdown(rows)}")
     paper = as_markdown([("", *CELLS), ("the paper's 2.9B", *map(str, CELLS.values()))])
     return "\n\n".join([*parts, paper])
 
