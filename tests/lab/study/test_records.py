@@ -31,7 +31,7 @@ from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
 from .cases import Counting, made_up, runs
 
-OF_THE_MACHINE = ("seconds", "processor_seconds", "peak_memory_bytes")
+MACHINE_SPECIFIC = ("seconds", "processor_seconds", "peak_memory_bytes")
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_study_with_a_grid_resumes_without_its_folders(
 
 
 def _numbers(record: Record) -> dict[str, Any]:
-    result = {name: value for name, value in record.result.items() if name not in OF_THE_MACHINE}
+    result = {name: value for name, value in record.result.items() if name not in MACHINE_SPECIFIC}
     return {**vars(record), "environment": None, "result": result}
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.core.options import Meaning, differences, option_names
+from kvshift.lab.core.options import OptionTrait, differences, option_names
 from kvshift.lab.core.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
 from kvshift.lab.runs.run import Run
 from kvshift.lab.training.train_config import TrainConfig
@@ -74,7 +74,8 @@ def summarize(twins: Sequence[Twins], step_time: dict[str, Any] | None = None) -
 
 def _require_same_options(baseline: Run, other: Run) -> None:
     """Raise a LabError unless both runs recorded the same options and data, except for options of the variant."""
-    of_variants = {"config_hash", *(f"model.{name}" for name in option_names(ModelConfig, Meaning.OF_THE_VARIANT))}
+    varying = option_names(ModelConfig, OptionTrait.VARIES_BY_VARIANT)
+    of_variants = {"config_hash", *(f"model.{name}" for name in varying)}
     found = differences(TrainConfig, baseline.config, other.config)
     lines = [line for name, line in found.items() if name not in of_variants]
     if lines:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvshift.lab.core.errors import LabError, require
-from kvshift.lab.core.options import LATE
+from kvshift.lab.core.options import ADDED_LATER
 
 SHARED = "KVSHIFT_SHARED_DATA"
 """Environment variable that names the folder of larger corpora, which are not part of the repository."""
@@ -63,7 +63,7 @@ class DataConfig:
     """How documents share a sequence. concat: attention and shift cross from one document to the next, as in the paper.
     documents: no document sees another."""
 
-    repeated_spans: float | None = field(default=None, metadata=LATE)
+    repeated_spans: float | None = field(default=None, metadata=ADDED_LATER)
     """Fraction of the training sequences in which a span of tokens is copied over a later one, to give the model more
     to copy: above 0 and at most 1, only with packing concat. The validation text is not changed."""
 

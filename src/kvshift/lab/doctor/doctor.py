@@ -20,7 +20,7 @@ from typing import Any
 
 import kvshift
 from kvshift.lab.analysis.tables import as_text
-from kvshift.lab.core.errors import LabError, SomethingWrongError
+from kvshift.lab.core.errors import CheckFailedError, LabError
 from kvshift.lab.doctor.doctor_config import DoctorConfig
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "vllm", "numpy")
@@ -33,7 +33,7 @@ def doctor(config: DoctorConfig) -> None:
 
     Raises:
         LabError: if the device does not exist.
-        SomethingWrongError: if a part of the report could not be made, or a result of the edge suite is wrong.
+        CheckFailedError: if a part of the report could not be made, or a result of the edge suite is wrong.
     """
     wrong: list[str] = []
     report: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def doctor(config: DoctorConfig) -> None:
     report["wrong"] = wrong
     print(json.dumps(report, indent=1) if config.json else _as_text("wrong", wrong or "nothing"))
     if wrong:
-        raise SomethingWrongError(f"{len(wrong)} wrong; please report all of this at {_address_of_issues()}")
+        raise CheckFailedError(f"{len(wrong)} wrong; please report all of this at {_address_of_issues()}")
 
 
 def _attempt(function: Callable[[], Any], name: str, wrong: list[str]) -> Any:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from kvshift.lab.core.atomic import remove_folder, write_json
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.core.options import Meaning, option_names
+from kvshift.lab.core.options import OptionTrait, option_names
 from kvshift.lab.data.text import TextData
 from kvshift.lab.data.tokenizers import ORIGIN
 from kvshift.lab.runs.checkpoints import find_checkpoint
@@ -158,9 +158,10 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
 
 
 def resolved_model(config: ShiftConfig) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` with the model's values. Late fields that are off are None, as in the hash."""
+    """Return the fields of `ModelConfig` with the model's values; fields added later that are off are None, as in the hash."""
     values = {name: getattr(config, name, None) for name in model_fields()}  # None: the family has no such field
-    values |= {name: values[name] or None for name in option_names(ModelConfig, Meaning.LATE) & values.keys()}
+    added_later = option_names(ModelConfig, OptionTrait.ADDED_LATER)
+    values |= {name: values[name] or None for name in added_later & values.keys()}
     rope = getattr(config, "rope_parameters", None) or {}
     return {**values, "rope_theta": rope.get("rope_theta"), "shift_targets": list(config.shift_targets)}
 

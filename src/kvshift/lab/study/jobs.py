@@ -16,7 +16,7 @@ from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import DivergedError
-from kvshift.lab.core.options import Meaning, option_names, to_json
+from kvshift.lab.core.options import OptionTrait, option_names, to_json
 from kvshift.lab.data.config import SHARED, DataConfig, find_shared
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.resume import check_folder, other_options, refuse_other_options
@@ -276,7 +276,7 @@ def _text_of(config: TrainConfig) -> dict[str, str | None]:
 
 
 _OF_A_LINE = ("kind", "step", "tokens", "heads")
-_NO_OPTIONS = {"config_hash"} | option_names(TrainConfig, Meaning.OF_THE_MACHINE)
+_NO_OPTIONS = {"config_hash"} | option_names(TrainConfig, OptionTrait.MACHINE_SPECIFIC)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import joblib
 import psutil
 import torch
 
-from kvshift.lab.allocator import keep_memory
+from kvshift.lab.allocator import retain_freed_memory
 from kvshift.lab.core.errors import LabError, install_command
 from kvshift.lab.study.entry import Cluster
 from kvshift.lab.study.recipe import Job
@@ -85,7 +85,7 @@ def sweep(
 
 def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | None]:
     """Run one job in this process. Return its number and its error as text, or None."""
-    keep_memory()  # training steps on a CPU take 0.82 of the time with this: docs/findings.md
+    retain_freed_memory()  # training steps on a CPU take 0.82 of the time with this: docs/findings.md
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

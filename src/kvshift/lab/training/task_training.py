@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.core.messages import say
-from kvshift.lab.core.options import MACHINE, from_json, to_json
+from kvshift.lab.core.options import MACHINE_SPECIFIC, from_json, to_json
 from kvshift.lab.runs.folder import RunFolder, read_metrics
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.runs.progress import counted
@@ -68,7 +68,7 @@ class TaskTrainConfig(RunConfig):
     for all runs.
     """
 
-    out: Path = field(default=Path(), metadata=MACHINE)
+    out: Path = field(default=Path(), metadata=MACHINE_SPECIFIC)
     """Folder of the run; created if missing. Recipes fill it in."""
     task: TaskConfig
     """Config of the task to learn, a class in `kvshift.lab.tasks`."""
@@ -91,10 +91,10 @@ class TaskTrainConfig(RunConfig):
     row. None: always train `steps` steps."""
     stop_after: int = 3
     """Number of evaluations in a row for `stop_at`."""
-    progress: bool = field(default=False, metadata=MACHINE)
+    progress: bool = field(default=False, metadata=MACHINE_SPECIFIC)
     """Show progress and evaluations on stderr. The output of concurrent runs would be interleaved."""
     save_every: int = 1000
-    report_to: tuple[str, ...] = field(default=(), metadata=MACHINE)
+    report_to: tuple[str, ...] = field(default=(), metadata=MACHINE_SPECIFIC)
     log_every: int = 50
 
     def check(self) -> None:
