@@ -158,7 +158,10 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
 
 
 def resolved_model(config: ShiftConfig) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` with the model's values; fields added later that are off are None, as in the hash."""
+    """Return the fields of `ModelConfig` with the model's values.
+
+    Fields that were added later and are off are None, as in the hash.
+    """
     values = {name: getattr(config, name, None) for name in model_fields()}  # None: the family has no such field
     added_later = option_names(ModelConfig, OptionTrait.ADDED_LATER)
     values |= {name: values[name] or None for name in added_later & values.keys()}

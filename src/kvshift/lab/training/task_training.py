@@ -39,7 +39,7 @@ from kvshift.lab.tasks import (
     task_name,
 )
 from kvshift.lab.tasks.questions import QuestionTask
-from kvshift.lab.training.answers import ask
+from kvshift.lab.training.answers import answer_accuracy
 from kvshift.lab.training.running import (
     attach,
     fit,
@@ -213,7 +213,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     answers = {}
     if isinstance(task, QuestionTask) and config.questions:
         model.eval()
-        answers = ask(model, task, config.questions, seed=0, batch_size=at_a_time, shown=config.progress)
+        answers = answer_accuracy(model, task, config.questions, seed=0, batch_size=at_a_time, shown=config.progress)
     save_model(trainer, folder, processes)
     recorded = folder.read(folder.config) or {}
     write_json(

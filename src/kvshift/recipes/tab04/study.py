@@ -20,7 +20,7 @@ from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.lab.tasks.igsm import IGSMTask
-from kvshift.lab.training.answers import ask
+from kvshift.lab.training.answers import answer_accuracy
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR
@@ -109,7 +109,7 @@ class ProblemJob(MeasuredJob):
         task, size = self.config.task, self.config.eval_batch_size or self.config.batch_size
         assert isinstance(task, IGSMConfig)
         inside = IGSMTask(replace(task, test_ops=task.ops))
-        return ask(model.eval(), inside, self.config.questions, seed=0, batch_size=size)
+        return answer_accuracy(model.eval(), inside, self.config.questions, seed=0, batch_size=size)
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
