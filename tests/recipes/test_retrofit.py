@@ -12,7 +12,7 @@ import pytest
 from kvshift.cli import main
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import to_json
-from kvshift.lab.data.config import SHARED
+from kvshift.lab.data.config import SHARED_DATA_ENV
 from kvshift.lab.study.jobs import Computation, TextJob
 from kvshift.lab.study.recipe import Record, reported
 from kvshift.lab.study.records import read_records
@@ -205,7 +205,7 @@ def test_without_the_model_or_the_text_nothing_is_begun(tmp_path: Path, monkeypa
         ("", "the environment variable KVSHIFT_SHARED_DATA must name the folder that holds wiki2014-en/train-00"),
         (str(texts), "smollm2-135m-instruct: `make smollm` downloads and converts it"),
     ):
-        monkeypatch.setenv(SHARED, folder)
+        monkeypatch.setenv(SHARED_DATA_ENV, folder)
         assert main(command) == 2
         assert message in capsys.readouterr().err
 

@@ -48,7 +48,7 @@ def check(config: CheckConfig) -> None:
     except (TypeError, ValueError) as error:
         raise LabError(str(error)) from error
     report = replace(report, notes=notes + report.notes)
-    found = stamped(report, model.device)
+    found = report_with_environment(report, model.device)
     print(json.dumps(found, indent=1, allow_nan=False) if config.json else report_table(report))
     if config.output is not None:
         write_json(config.output, found)
@@ -57,7 +57,7 @@ def check(config: CheckConfig) -> None:
         raise CheckFailedError(f"{len(report.wrong)} of {len(report.verdicts)} properties are wrong: {names}")
 
 
-def stamped(report: Report, device: torch.device) -> dict[str, Any]:
+def report_with_environment(report: Report, device: torch.device) -> dict[str, Any]:
     """Return the report as JSON values, with the environment in which it was made."""
     found = environment(device, processes=1)
     return {**report.as_dict(), **found, "versions": {**found["versions"], **report.versions}}

@@ -58,7 +58,7 @@ def doctor(config: DoctorConfig) -> None:
     report["wrong"] = wrong
     print(json.dumps(report, indent=1) if config.json else _as_text("wrong", wrong or "nothing"))
     if wrong:
-        raise CheckFailedError(f"{len(wrong)} wrong; please report all of this at {_address_of_issues()}")
+        raise CheckFailedError(f"{len(wrong)} wrong; please report all of this at {_issues_url()}")
 
 
 def _attempt(function: Callable[[], Any], name: str, wrong: list[str]) -> Any:
@@ -100,7 +100,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _address_of_issues() -> str:
+def _issues_url() -> str:
     try:
         urls = dict(url.split(", ", 1) for url in metadata("kvshift").get_all("Project-URL") or ())
         return urls["Issues"]

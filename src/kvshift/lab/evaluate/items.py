@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.data.config import SHARED
+from kvshift.lab.data.config import SHARED_DATA_ENV
 
 HUB = "hub"
 
@@ -62,7 +62,7 @@ def find_data(data: str | None) -> str:
     Raises:
         LabError: The folder does not exist.
     """
-    where = data or os.environ.get(SHARED) or HUB
+    where = data or os.environ.get(SHARED_DATA_ENV) or HUB
     if where != HUB and not Path(where).is_dir():
         raise LabError(f"data must be a folder or {HUB}; there is no folder {where}")
     return where

@@ -17,7 +17,7 @@ from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import DivergedError
 from kvshift.lab.core.options import OptionTrait, option_names, to_json
-from kvshift.lab.data.config import SHARED, DataConfig, find_shared
+from kvshift.lab.data.config import SHARED_DATA_ENV, DataConfig, find_shared
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.resume import check_folder, other_options, refuse_other_options
 from kvshift.lab.runs.run import is_finished, read_run
@@ -172,7 +172,7 @@ class TextJob(RunJob):
 
     Attributes:
         config: options of the run. A corpus and its validation text are either bundled, or files in the folder that
-            the environment variable `SHARED` names. Records name these files in the same way on every machine.
+            the environment variable `SHARED_DATA_ENV` names. Records name these files in the same way on every machine.
     """
 
     config: TrainConfig
@@ -260,8 +260,8 @@ class StudyJob(TextJob):
 
 
 def with_available_text(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs; if the environment variable `SHARED` is not set, the bundled corpus replaces text in files."""
-    if os.environ.get(SHARED):
+    """Return the jobs; if the variable `SHARED_DATA_ENV` is not set, the bundled corpus replaces text in files."""
+    if os.environ.get(SHARED_DATA_ENV):
         return [*jobs]
     return [job.on_bundled_text() if isinstance(job, RunJob) else job for job in jobs]
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
-from kvshift.lab.data.config import SHARED
+from kvshift.lab.data.config import SHARED_DATA_ENV
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.run import is_finished
 from kvshift.lab.study.entry import Cluster
@@ -62,7 +62,10 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], places: Places)
         places.store.refuse_to_forget([*tuning, *jobs])
     say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
     if jobs != asked:
-        say(f"{SHARED} names no folder of text: the bundled corpus, far smaller, stands for it and is read repeatedly")
+        say(
+            f"{SHARED_DATA_ENV} names no folder of text: the bundled corpus, far smaller, stands for it and is read "
+            "repeatedly"
+        )
     records: list[Record] = []
     if tuning:
         records = _run(tuning, places, earlier=[])
