@@ -10,7 +10,7 @@ import torch
 
 from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.options import to_json
-from kvshift.lab.study.arm import arm_of_label
+from kvshift.lab.study.arm import arm_from_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import HopConfig, HopTask, generator_of
 from kvshift.lab.variants.building import build_model, describe
@@ -201,7 +201,7 @@ def test_a_run_of_smoke(tmp_path: Path):
     job.run(tmp_path)
     assert read_json(tmp_path / "result.json") == before
     assert job.record(tmp_path)["result"]["errors"] == errors
-    claims = RECIPE.claims([record, replace(record, arm=arm_of_label("KV-shift, 2 layers"))])
+    claims = RECIPE.claims([record, replace(record, arm=arm_from_label("KV-shift, 2 layers"))])
     assert [claim.direction for claim in claims] == ["not shown"] * 2
 
 

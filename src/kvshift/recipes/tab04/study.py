@@ -15,7 +15,7 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent, points
 from kvshift.lab.study.jobs import MeasuredJob
-from kvshift.lab.study.models import sized
+from kvshift.lab.study.models import paper_proportions
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import IGSMConfig
@@ -102,7 +102,7 @@ SIZES = {
 class ProblemJob(MeasuredJob):
     """Train one model and test it on problems with more operations than in training, then with as many."""
 
-    measured = "inside"
+    result_name = "inside"
 
     def measure(self, model: Any) -> dict[str, Any]:
         """Return the shares of correct answers to unseen problems with the largest number of operations of training."""
@@ -118,7 +118,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
     return [
         ProblemJob(
             arm=Arm(variant=variant, case=_setting(config.task)),
-            config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
+            config=replace(config, seed=seed, model=paper_proportions(width, layers, variant, heads=heads)),
         )
         for config in settings[::-1]  # the longest first
         for seed in seeds
