@@ -22,7 +22,7 @@ from kvshift.lab.evaluate.kept_answers import AnswerCache, answer_key, open_answ
 from kvshift.lab.evaluate.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
 from kvshift.lab.evaluate.text_scores import Model, pieces, prepare, with_interval
 from kvshift.lab.runs.loading import load_model
-from kvshift.lab.runs.progress import counted
+from kvshift.lab.runs.progress import with_progress
 from kvshift.lab.variants.continuing import continue_rows
 
 _say = partial(say, command="eval")
@@ -143,7 +143,7 @@ def _continue(
     version = f"{weights_version(source, loaded)} {loaded.dtype}"
     written: dict[str, Texts] = {name: [] for name, _ in decodings}
     starts = [(decoding, start) for decoding in decodings for start in range(0, len(prompts), config.batch_size)]
-    for (name, options), start in counted(starts, model.name, "batches", shown=True):
+    for (name, options), start in with_progress(starts, model.name, "batches", shown=True):
         batch, seed = prompts[start : start + config.batch_size], seed_for(f"repetition {name} {start}", config.seed)
         settings = {**options, "max_new_tokens": config.max_new_tokens, "pad_token_id": 0, **stop}
         key = answer_key(version, batch, settings, seed)

@@ -12,7 +12,7 @@ from kvshift.lab.core.messages import quiet
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, LONGEST_SOLUTION, make_task, prompts
 from kvshift.lab.evaluate.items import Questions
 from kvshift.lab.evaluate.kept_answers import AnswerCache, answer_key
-from kvshift.lab.runs.progress import Counter
+from kvshift.lab.runs.progress import ProgressReporter
 from kvshift.lab.variants.uncached import decodes_with_cache
 
 try:
@@ -85,7 +85,7 @@ class CachedModel:
         """
         self.model, self._source, self._say = model, source, say
         self._cache = AnswerCache() if cache is None else cache
-        self._counter: Counter | None = None
+        self._counter: ProgressReporter | None = None
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """See `lm_eval.api.model.LM`."""
@@ -108,7 +108,7 @@ class CachedModel:
         keys = [self._key(kind, request.args) for request in requests]
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._cache}
         if missing:
-            self._counter = Counter(kind, len(missing), "answers", say=self._say)
+            self._counter = ProgressReporter(kind, len(missing), "answers", say=self._say)
             self.model.set_cache_hook(self)
             try:
                 given = getattr(self.model, kind)(list(missing.values()), disable_tqdm=True)

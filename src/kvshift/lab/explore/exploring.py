@@ -31,7 +31,7 @@ from kvshift.lab.explore.watched_program import WatchedModel, check_watched, wri
 from kvshift.lab.explore.web_runtime import copy_runtime, runtime_folder
 from kvshift.lab.export.programs import require_packages
 from kvshift.lab.retrofit.retrofitting import encoded_prompts
-from kvshift.lab.runs.loading import UNREADABLE, check_tokenizer, load_tokenizer, load_weights
+from kvshift.lab.runs.loading import MODEL_FILE_ERRORS, check_tokenizer, load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate
 from kvshift.lab.training.callbacks import coefficients
 from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, sequences_for
@@ -153,7 +153,7 @@ def _write_program(name: str, model: Any, tokenizer: Any, path: Path) -> None:
     watched = WatchedModel(model)
     try:
         write_watched(watched, path)
-    except UNREADABLE as error:
+    except MODEL_FILE_ERRORS as error:
         raise RunFailedError(f"model: the program of {name} cannot be written: {error}") from error
     largest = check_watched(watched, path, [ids[:MOST_TOKENS] for ids in prompts])
     _say(f"on {len(prompts)} prompts, the program of {name} gives its logits and attention to within {largest:.1e}")

@@ -14,7 +14,7 @@ from kvshift.lab.core.atomic import new_folder
 from kvshift.lab.core.errors import LabError, RunFailedError, require_new
 from kvshift.lab.core.messages import say
 from kvshift.lab.retrofit.retrofit_config import RetrofitOptions
-from kvshift.lab.runs.loading import UNREADABLE, load_as_saved, load_weights
+from kvshift.lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved, load_weights
 from kvshift.layers import ShiftOptions
 from kvshift.models.retrofit import add_kv_shift
 
@@ -120,7 +120,7 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except UNREADABLE as error:
+    except MODEL_FILE_ERRORS as error:
         raise RunFailedError(f"the model cannot be written to {folder.parent}: {error}") from error
 
 

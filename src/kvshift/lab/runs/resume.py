@@ -17,7 +17,7 @@ from kvshift.lab.core.options import OptionTrait, option_names
 from kvshift.lab.data.text import TextData
 from kvshift.lab.data.tokenizers import ORIGIN
 from kvshift.lab.runs.checkpoints import find_checkpoint
-from kvshift.lab.runs.extending import extends, record_extension, refuse_extension
+from kvshift.lab.runs.extending import is_extension, record_extension, refuse_extension
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.overwriting import replace_run
 from kvshift.lab.runs.processes import Processes
@@ -55,7 +55,7 @@ def check_folder(folder: RunFolder, options: dict[str, Any], extend: bool | None
         return False
     for part in _PARTS & options.keys():
         _object(folder, old, part)
-    longer = extend is not None and extends(old, options)
+    longer = extend is not None and is_extension(old, options)
     given = {name: value for name, value in options.items() if not (longer and name == "steps")}
     _refuse(folder, other_options(old, given))
     if longer:
@@ -130,7 +130,7 @@ def start_or_resume(
         write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
         return Start(0, None)
 
-    longer = extend is not None and extends(old, options)
+    longer = extend is not None and is_extension(old, options)
     refuse_other_options(folder, {**old, "steps": options["steps"]} if longer else old, options)
     if facts is not None:
         _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)

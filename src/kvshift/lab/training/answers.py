@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvshift.lab.core.seeds import seed_for
-from kvshift.lab.runs.progress import counted
+from kvshift.lab.runs.progress import with_progress
 from kvshift.lab.tasks import generator_of
 from kvshift.lab.tasks.questions import Question, QuestionTask
 from kvshift.lab.variants.continuing import continue_rows
@@ -37,7 +37,7 @@ def answer_accuracy(
     # Answers of similar length end together, and prompts of equal length need no padding.
     order = sorted(range(len(questions)), key=lambda number: len(questions[number].prompt))
     right: dict[str, list[bool]] = {}
-    for start in counted(range(0, len(order), batch_size), "questions", "batches", shown=shown):
+    for start in with_progress(range(0, len(order), batch_size), "questions", "batches", shown=shown):
         asked = [questions[number] for number in order[start : start + batch_size]]
         for question, tokens in zip(asked, generate_answers(model, task, asked, seed=seed + start), strict=True):
             for measure, holds in task.judge(question, tokens).items():

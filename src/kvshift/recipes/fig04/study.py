@@ -86,7 +86,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     diverges = Claim(
         statement=f"At the paper's rate {PAPER_RATES[-1]:g}, vanilla diverges and KV-shift does not",
         paper="in 5 of 5 seeds",
-        ours=f"in {sum(both)} of {len(both)} seeds; vanilla diverges in {sum(map(has_diverged_or_risen, theirs.values()))}, "
+        ours=f"in {sum(both)} of {len(both)} seeds; "
+        f"vanilla diverges in {sum(map(has_diverged_or_risen, theirs.values()))}, "
         f"KV-shift in {sum(map(has_diverged_or_risen, ours.values()))}",
         direction=sign_test(sum(both), len(both) - sum(both)),
         note=f"{_rate_of(ours[0] if 0 in ours else next(iter(ours.values())))}; to diverge is to end at no finite "
