@@ -77,7 +77,7 @@ def _whole_cases(path: Path) -> list[Row]:
                 kept = len(rows)
         if not kept and len(rows) > 0 and "last" not in rows[0]:
             raise LabError(f"out: {path} holds no rows of kvshift bench; give another folder")
-        file.keep(lines[:kept])
+        file.truncate_to(lines[:kept])
     return rows[:kept]
 
 

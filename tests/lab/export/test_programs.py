@@ -50,7 +50,7 @@ def as_programs(model: Any) -> tuple[Program, Program]:
 
     @torch.no_grad()
     def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return programs.flat(module(**programs.nested(inputs)))
+        return programs.flatten_names(module(**programs.nest_names(inputs)))
 
     return run, run
 

@@ -33,7 +33,7 @@ class AnswerCache(dict[str, Any]):
                 self[record["key"]] = record["answer"]
             except (ValueError, KeyError, TypeError) as error:
                 raise LabError(f"output: {file.path}:{number} was not written by this command") from error
-        file.keep(lines)
+        file.truncate_to(lines)
 
     def add(self, key: str, answer: Any) -> None:
         if self._file is not None:

@@ -48,7 +48,7 @@ def retrofit(options: RetrofitOptions) -> None:
     require_new(out)
     logging.disable_progress_bar()
     model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
-    prompts = encoded_prompts(tokenizer, options.model)
+    prompts = encode_prompts(tokenizer, options.model)
     before = _outputs(model, prompts)
     require_finite({prompt: logits for prompt, (logits, _) in before.items()}, options.model)
     try:
@@ -76,7 +76,7 @@ def retrofit(options: RetrofitOptions) -> None:
     )
 
 
-def encoded_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
+def encode_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
     """Return the token ids of `PROMPTS`, (1, T), by prompt. Prompts without tokens are left out.
 
     Raises:

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.runs.progress import with_progress
-from kvshift.lab.tasks import generator_of
+from kvshift.lab.tasks import batch_generator
 from kvshift.lab.tasks.questions import Question, QuestionTask
 from kvshift.lab.variants.continuing import continue_rows
 
@@ -33,7 +33,7 @@ def answer_accuracy(
         sqrt(p (1 - p) / n); and "questions", their number n.
     """
     # The seed is in the half of all seeds reserved for evaluation, behind the seeds of all evaluation batches.
-    questions = task.questions(generator_of("evaluation", seed, 2**31 - 1), count)
+    questions = task.questions(batch_generator("evaluation", seed, 2**31 - 1), count)
     # Answers of similar length end together, and prompts of equal length need no padding.
     order = sorted(range(len(questions)), key=lambda number: len(questions[number].prompt))
     right: dict[str, list[bool]] = {}

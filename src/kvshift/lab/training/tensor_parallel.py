@@ -44,24 +44,24 @@ def check_tensor_parallel(config: RunConfig) -> None:
     if size == 1:
         return
     if not isinstance(config, TrainConfig):
-        raise LabError(f"{_tp_setting()}, expected 1: only `kvshift train` supports it")
+        raise LabError(f"{_tp_size()}, expected 1: only `kvshift train` supports it")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes != size:
-        raise LabError(f"{_tp_setting()}, expected {processes}, the number of processes: all of them share one model")
+        raise LabError(f"{_tp_size()}, expected {processes}, the number of processes: all of them share one model")
     for name in ("FSDP", "DEEPSPEED"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            raise LabError(f"{_tp_setting()} and ACCELERATE_USE_{name} is true: `kvshift train` does not combine them")
+            raise LabError(f"{_tp_size()} and ACCELERATE_USE_{name} is true: `kvshift train` does not combine them")
     for name, unset in (("tune", None), ("probes", None), ("compile", False)):
         value = getattr(config, name)
         if value != unset:
-            raise LabError(f"{name} is {value!r}, expected {unset}: {_tp_setting()}, which does not support it")
+            raise LabError(f"{name} is {value!r}, expected {unset}: {_tp_size()}, which does not support it")
     require_gpu(config)
 
 
 def require_gpu(config: RunConfig) -> None:
     """Raise a LabError if the run uses the CPU."""
     if config.device == "cpu" or not torch.cuda.is_available():
-        raise LabError(f"{_tp_setting()}, expected 1 on a CPU: accelerate supports it on GPUs alone")
+        raise LabError(f"{_tp_size()}, expected 1 on a CPU: accelerate supports it on GPUs alone")
 
 
 def check_model(model: nn.Module, *, accumulation: int) -> None:
@@ -77,7 +77,7 @@ def check_model(model: nn.Module, *, accumulation: int) -> None:
     config = cast(PreTrainedModel, model).config
     if type(model) is not KVShiftLlamaForCausalLM:
         raise LabError(
-            f"{_tp_setting()}, expected 1 for a model of model_type {config.model_type}: only in kvshift_llama are "
+            f"{_tp_size()}, expected 1 for a model of model_type {config.model_type}: only in kvshift_llama are "
             "coefficients divided like the heads"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
@@ -85,20 +85,20 @@ def check_model(model: nn.Module, *, accumulation: int) -> None:
             raise LabError(f"model.{name} must be a multiple of parallelism_config_tp_size, {size}; got {value}")
     if config.attention_dropout:
         raise LabError(
-            f"attention_dropout is {config.attention_dropout}, expected 0: {_tp_setting()}, and every process would drop "
+            f"attention_dropout is {config.attention_dropout}, expected 0: {_tp_size()}, and every process would drop "
             "the same positions from its heads"
         )
     if config.qk_norm and accumulation > 1:
         # After each backward pass, ReplicatedWithGradAllReduce sums all of `param.grad` over the processes, not only
         # the gradient that this pass has added to it.
         raise LabError(
-            f"model.qk_norm is True and a step has {accumulation} forward passes, expected 1: {_tp_setting()}, in which "
+            f"model.qk_norm is True and a step has {accumulation} forward passes, expected 1: {_tp_size()}, in which "
             "transformers does not accumulate the gradients of QK-norm correctly. Give batch_size = tokens_per_step / "
             "data.sequence_length"
         )
 
 
-def _tp_setting() -> str:
+def _tp_size() -> str:
     return f"parallelism_config_tp_size is {tensor_parallel_size()} (tensor parallelism)"
 
 

@@ -78,7 +78,7 @@ def model_fields() -> list[str]:
     return [item.name for item in fields(ModelConfig) if item.name not in beside]
 
 
-def given_fields(options: ModelConfig) -> dict[str, Any]:
+def explicit_fields(options: ModelConfig) -> dict[str, Any]:
     """Return the configuration fields that the options set; `rope_theta`, which is no such field, is not among them."""
     return {name: value for name in model_fields() if (value := getattr(options, name)) is not None}
 

@@ -21,7 +21,7 @@ from kvshift.lab.theory.checks import (
     check_logits,
     check_monte_carlo,
     check_orthonormal,
-    check_places,
+    check_positions,
 )
 from kvshift.recipes.tab03 import ENTRY
 
@@ -80,7 +80,7 @@ def compute_limit(config: LimitConfig) -> dict[str, Any]:
             for coefficients in config.coefficients
         ],
         "places": [
-            {"coefficients": coefficients, "loss": check_places(config.edge, coefficients)}
+            {"coefficients": coefficients, "loss": check_positions(config.edge, coefficients)}
             for coefficients in config.coefficients
         ],
     }
