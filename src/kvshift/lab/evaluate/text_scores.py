@@ -64,9 +64,9 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     for number, model in enumerate(models):
         label = model.name if len(models) == 1 else f"{model.name} ({number + 1} of {len(models)})"
         results.append(_score(model, config, length, stride, ProgressReporter(label, text["bytes"], "bytes", say=_say)))
-    together = max(result.together for result in results)
+    together = max(result.blocks_per_column for result in results)
     for result in results:
-        while result.together < together:
+        while result.blocks_per_column < together:
             result.merge()
     tokenizer = [(model.encode.to_str(), model.begin, model.separator) for model in models]
     return {
