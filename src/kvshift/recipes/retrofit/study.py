@@ -134,7 +134,7 @@ class RetrofitJob(TextJob):
         super().run(out)
         if self.held_out is not None and not (out / _MEASURED).exists():
             model, tokenizer = load_weights(out / "model"), load_tokenizer(out / "model")
-            write_json(out / _MEASURED, measure(model, tokenizer, _here(self.held_out)))
+            write_json(out / _MEASURED, measure(model, tokenizer, _resolve_paths(self.held_out)))
         remove_folder(out / "model")
 
     def on_bundled_text(self) -> Self:
@@ -160,7 +160,7 @@ class RetrofitJob(TextJob):
 _MEASURED = "measured.json"
 
 
-def _with_local_paths(held_out: HeldOut) -> HeldOut:
+def _resolve_paths(held_out: HeldOut) -> HeldOut:
     """Return the options with the paths of the texts on this machine."""
     return replace(held_out, texts=tuple((name, cast(str, find_shared(text))) for name, text in held_out.texts))
 
@@ -170,7 +170,7 @@ def measure_untrained(work: Untrained) -> dict[str, Any]:
     config = work.config
     if config.init_from is not None:
         folder = find_smollm2()
-        return measure(load_weights(folder), load_tokenizer(folder), _here(work.held_out))
+        return measure(load_weights(folder), load_tokenizer(folder), _resolve_paths(work.held_out))
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = load_text_data(config.data, seed=config.seed, tokenizer_folder=Path(scratch)).tokenizer
     size = llama_config(config.model, vocab_size=len(tokenizer), sequence_length=config.data.sequence_length)
