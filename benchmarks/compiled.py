@@ -75,12 +75,12 @@ Row = dict[str, Any]
 
 @torch.library.custom_op("planned::attention", mutates_args=())
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    raise NotImplementedError("it is planned, not run")
+    raise NotImplementedError("this operator is only traced, never run")
 
 
 @torch.library.custom_op("planned::attention_backward", mutates_args=())
 def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[Tensor]:
-    raise NotImplementedError("it is planned, not run")
+    raise NotImplementedError("this operator is only traced, never run")
 
 
 @attention.register_fake

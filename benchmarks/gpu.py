@@ -186,17 +186,17 @@ def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
 def main() -> None:
     """Run the steps one after the other within the time limit, and print the summary last."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", help="steps to run, separated by commas; all by default")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all steps together (default: 9)")
+    parser.add_argument("--only", help="steps to run, separated by commas (default: all)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of all steps together (default: 9)")
     arguments = parser.parse_args()
     out = Path(os.environ.get("OUT", "results/gpu")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     chosen = steps(out)
     if arguments.only:
         names = arguments.only.split(",")
-        unknown = set(names) - {step.name.partition(",")[0] for step in chosen}
-        if unknown:
-            parser.error(f"--only must name steps out of tests, tuning, op, ..., got {', '.join(sorted(unknown))}")
+        known = [step.name.partition(",")[0] for step in chosen]
+        if unknown := sorted({*names} - {*known}):
+            parser.error(f"--only must name some of {', '.join(known)}, got {', '.join(unknown)}")
         chosen = [step for step in chosen if step.name.partition(",")[0] in names]
     end = time.monotonic() + 60 * arguments.minutes - 10  # 10 s for the summary
     said: list[tuple[str, str, float]] = []

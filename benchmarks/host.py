@@ -171,7 +171,7 @@ def measure(rounds: int, *, count_instructions: bool = False) -> list[dict[str, 
     kinds = {cache: {name: Decoding(name, cache) for name in MODELS} for cache in ("dynamic", "static")}
     timed = {cache: times(models, rounds) if rounds else {} for cache, models in kinds.items()}
     if rounds and count_instructions:
-        print("timed; from here on the machine need not be idle", flush=True)
+        print("timing is done: the machine need no longer be idle", flush=True)
     rows = []
     for cache, models in kinds.items():
         for name, decoding in models.items():
@@ -183,9 +183,9 @@ def measure(rounds: int, *, count_instructions: bool = False) -> list[dict[str, 
 def main() -> None:
     """Print a line for each model and cache, and write the rows to a file if one is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=0, help="of timing; at least 2, or 0 for counts alone")
-    parser.add_argument("--instructions", action="store_true", help="count them too, which takes valgrind")
-    parser.add_argument("--out", type=Path, help="a file of JSON lines to write")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds of timing: at least 2, or 0 to count only")
+    parser.add_argument("--instructions", action="store_true", help="also count instructions, with valgrind")
+    parser.add_argument("--out", type=Path, help="JSON Lines file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(options.rounds, count_instructions=options.instructions)
@@ -198,7 +198,7 @@ def main() -> None:
         if options.rounds:
             low, high = row["quartiles"]
             line += f" {row['microseconds']:7.1f} us, ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f})"
-            line += f", of the fastest {row['fastest']:.3f}"
+            line += f", ratio of the fastest {row['fastest']:.3f}"
         print(line)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ def main(file: Path) -> None:
             for name, found in measure(sequences).items():
                 lines.write(json.dumps({"sequences": sequences, "way": name, **found, **settings, **about}) + "\n")
                 lines.flush()
-                print(f"{sequences:4} sequences  {name:9} {found['microseconds']:8.2f} us a layer", flush=True)
+                print(f"{sequences:4} sequences  {name:9} {found['microseconds']:8.2f} us per layer", flush=True)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def _backward(model: Any, ids: Tensor) -> None:
 def main() -> None:
     """Print a line for each form and context, and write the rows to a file if one is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a file of JSON lines to write")
+    parser.add_argument("--out", type=Path, help="JSON Lines file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []

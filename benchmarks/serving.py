@@ -281,10 +281,10 @@ def speed_row(part: str, model: str, times: list[float], baseline: list[float], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["capacity", "speed"])
-    parser.add_argument("--out", type=Path, help="a file of JSON lines to write")
-    parser.add_argument("--rounds", type=int, default=12, help="of speed")
+    parser.add_argument("--out", type=Path, help="JSON Lines file to write")
+    parser.add_argument("--rounds", type=int, default=12, help="number of rounds of speed")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer, to try the script")
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer to try the script")
     options = parser.parse_args()
     SHAPE["num_hidden_layers"] = options.layers
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

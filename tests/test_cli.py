@@ -123,8 +123,8 @@ def test_planning_and_listing_the_recipes_need_no_torch(arguments, function, imp
 
 def test_bad_paths_and_options_are_said_before_torch_is_imported(tmp_path):
     """Importing torch takes seconds."""
-    no_format, nowhere = "notes.xyz is of no known format", "is neither a bundled corpus"
-    not_empty = "out must be a folder that is not there yet, or is empty"
+    no_format, nowhere = "notes.xyz is not in a supported format", "is neither a bundled corpus"
+    not_empty = "out must be a new or empty folder"
     said = {
         "train --out {0}/new --data.corpus {0}/notes.xyz": f"corpus: .*{no_format}",
         "train --out {0}/new --data.validation {0}/*.txt": "validation: .*",
@@ -174,7 +174,7 @@ def test_an_unknown_command_is_named_beside_those_there_are(capsys):
     assert cli.main(["trian"]) == 2
     said = capsys.readouterr().err
     there = "compare, train, generate, eval, reproduce, analyze, explore, bench, check, doctor, plan, retrofit, export"
-    assert said == f"kvshift: no command 'trian'; there are: {there}, serve\n"
+    assert said == f"kvshift: there is no command 'trian'; the commands are {there}, serve\n"
 
 
 def test_options_reach_the_function(command, capsys):

@@ -217,5 +217,5 @@ def test_a_variant_is_a_module_and_a_line(tmp_path: Path, capsys: pytest.Capture
     config = TaskTrainConfig(
         out=tmp_path / "task", task=CopyConfig(), model=GPT2Options(variant="upside-down"), steps=1, device="cpu"
     )
-    with pytest.raises(LabError, match=r"model\.variant upside-down has no kvshift_lab_gpt2; it has kvshift_llama"):
+    with pytest.raises(LabError, match=r"model\.variant upside-down does not support model_type kvshift_lab_gpt2; it"):
         train_task(config)

@@ -85,7 +85,7 @@ def test_every_part_leaves_rows_table_and_plot(preset, tmp_path, capsys):
     assert (tmp_path / "plot.png").exists()
     printed = capsys.readouterr().out
     assert "kv_shift" in printed
-    assert "off a line" in printed
+    assert "off a straight line" in printed
     for text in (printed, table):
         assert "Left out: causal-conv1d | fla ShortConvolution |" in text
         assert "The preset smoke only shows that everything runs" in text

@@ -81,7 +81,7 @@ def test_rows_of_another_kind_are_not_added_to(path, name, value, said):
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"part": "operator", "name": "copy_"}\n')
-    with pytest.raises(LabError, match="no rows of kvshift bench"):
+    with pytest.raises(LabError, match="no rows of `kvshift bench`"):
         RowFile(path, STAMP)
     assert path.read_text() == '{"part": "operator", "name": "copy_"}\n'
 

@@ -121,7 +121,7 @@ def test_a_record_gives_the_same_options(tmp_path, config):
         ("optimizer: {lr: 7}", r"has an unknown field optimizer\.lr; known: learning_rate, schedule"),
         ("model.hidden_size: 7", r"has an unknown field model\.hidden_size; write hidden_size below model"),
         ("7: 7", "has an unknown field 7; known: "),
-        ("model: small", r"model must hold options by name, got 'small'"),
+        ("model: small", r"model must map options to values, got 'small'"),
         ("steps: many", r"steps must be a whole number, got 'many'"),
         ("steps: 1.5", r"steps must be a whole number, got 1\.5"),
         ("steps: true", r"steps must be a whole number, got True"),
@@ -133,9 +133,9 @@ def test_a_record_gives_the_same_options(tmp_path, config):
         ("optimizer: {schedule: linear}", r"optimizer\.schedule must be 'constant' or 'cosine' or 'wsd', got 'linear'"),
         ("optimizer: {learning_rate: high}", r"optimizer\.learning_rate must be a number, got 'high'"),
         ("model: {shift_targets: [k, w]}", r"model\.shift_targets must be 'q' or 'k' or 'v', got 'w'"),
-        ("- steps", "must hold options by name, got list"),
-        ("", "must hold options by name, got NoneType"),
-        ("a: [", "is no YAML"),
+        ("- steps", "must map options to values, got list"),
+        ("", "must map options to values, got NoneType"),
+        ("a: [", "is not valid YAML"),
     ],
 )
 def test_what_is_no_option_is_named(tmp_path, text, said):

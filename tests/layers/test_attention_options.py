@@ -80,7 +80,7 @@ def test_meta_device_and_same_seed_same_bits():
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
         ({"num_kv_heads": -1}, "num_kv_heads must be at least 1, got -1"),
         ({"num_kv_heads": 4}, "num_kv_heads must divide num_heads, 6; got 4"),
-        ({"head_dim": None}, "embed_dim must be a multiple of num_heads, 6, or head_dim given; got 37"),
+        ({"head_dim": None}, "embed_dim must be a multiple of num_heads, 6, unless head_dim is given; got 37"),
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
         ({"head_dim": 7}, 'head_dim must be even with position_encoding="rope", got 7'),
         ({"position_encoding": "sin"}, 'position_encoding must be "rope", "alibi" or "none", got \'sin\''),
@@ -105,7 +105,7 @@ def test_bad_options(options, message):
         ({"mask": torch.ones(B, 1, dtype=torch.bool)}, ValueError, r"mask must be \(3, 11\)"),
         ({"seq_idx": torch.ones(B, T)}, TypeError, "seq_idx must be of an integer dtype"),
         ({"cu_seqlens": torch.tensor([0, T])}, ValueError, "the batch must be 1 row"),
-        ({"x": tokens(1, T), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens must rise from 0 to 11"),
+        ({"x": tokens(1, T), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens must be non-decreasing"),
         (
             {"x": tokens(1, T), "cu_seqlens": torch.tensor([0, T]), "seq_idx": torch.zeros(1, T, dtype=torch.int32)},
             ValueError,

@@ -254,12 +254,12 @@ def test_the_suite_sees_a_wrong_state(targets):
 
 # Options of a layer, its arguments besides the state of `make()` for B sequences, and the error message.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "fewer sequences": ({}, {"x": tokens(2, 1)}, "state must be of 2 sequences, got one of 3"),
-    "more sequences": ({}, {"x": tokens(4, 1)}, "state must be of 4 sequences, got one of 3"),
+    "fewer sequences": ({}, {"x": tokens(2, 1)}, "state must have 2 sequences, got 3"),
+    "more sequences": ({}, {"x": tokens(4, 1)}, "state must have 4 sequences, got 3"),
     "a pack of fewer": (
         {},
         {"x": tokens(1, 9), "cu_seqlens": torch.tensor([0, 0, 9])},
-        "state must be of 2 sequences, got one of 3",
+        "state must have 2 sequences, got 3",
     ),
     "other heads": ({"heads": GQA}, {}, r"k must be \(3, keys, 2, 10\) torch.float64 on cpu, got \(3, 11, 5, 10\)"),
     "another dtype": (

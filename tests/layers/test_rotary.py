@@ -210,7 +210,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[..., Any], str]] = {
     "fewer rows of k": (lambda k, v, rows_k, rows_v: (k, v, rows_k[:1], rows_v), r"k must be \(2, rows, 3, 10\)"),
     "more rows than max_rows": (
         lambda k, v, *rows: (k, v, *(x.repeat(1, 2, 1, 1) for x in rows)),
-        "state must hold as many keys as values, max_rows at most",
+        "state must hold equally many keys and values, at most max_rows",
     ),
     "k without heads": (lambda k, v, rows_k, rows_v: (k[:, :, 0], v, rows_k[:, :, 0], rows_v), "k must have 4 dim"),
     "v in float64": (lambda k, v, rows_k, rows_v: (k, v.double(), rows_k, rows_v.double()), "v must match k"),

@@ -186,13 +186,17 @@ def test_malformed_documents(model):
         ({"cu_seq_lens_q": torch.tensor([[0, 2, 5]])}, ValueError, r"must be \(sequences \+ 1,\), got \(1, 3\)"),
         ({"cu_seq_lens_q": torch.tensor([], dtype=torch.long)}, ValueError, r"must be \(sequences \+ 1,\), got \(0,\)"),
         ({"cu_seq_lens_q": torch.tensor([0.0, 2.0, 5.0])}, TypeError, "cu_seq_lens_q must be of dtype torch.int32 or"),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 2, 5])}, ValueError, r"rise from 0 to 5, .* got \[0, 4, 2, 5\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 2, 5])}, ValueError, r"decreasing from 0 to 5, .* got \[0, 4, 2, 5\]"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 4, 99])},
             ValueError,
-            r"cu_seq_lens_q must rise from 0 to 5, .* got \[0, 4",
+            r"cu_seq_lens_q must be non-decreasing from 0 to 5, .* got \[0, 4",
         ),
-        ({"cu_seq_lens_q": torch.tensor([2, 4, 5])}, ValueError, r"cu_seq_lens_q must rise from 0 to 5, .* got \[2, 4"),
+        (
+            {"cu_seq_lens_q": torch.tensor([2, 4, 5])},
+            ValueError,
+            r"cu_seq_lens_q must be non-decreasing from 0 to 5, .* got \[2, 4",
+        ),
         ({"seq_idx": torch.zeros(1, 5)}, TypeError, "seq_idx must be of an integer dtype, got torch.float32"),
         ({"position_ids": torch.arange(4)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 4\)"),
         ({"position_ids": torch.arange(6)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 6\)"),
@@ -216,14 +220,14 @@ def test_boundaries_of_a_batch_may_be_in_one_sequence_of_positions(model):
 @pytest.mark.usefixtures("no_forward")
 def test_documents_that_generation_would_not_carry_on(model, name: str, options: dict):
     named = {"cu_seq_lens_q": torch.tensor([0, 2, 5]), "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}
-    with pytest.raises(ValueError, match=f"{name} is an argument of forward.*give position_ids that begin again at 0"):
+    with pytest.raises(ValueError, match=f"{name} is an argument of forward.*give position_ids that restart at 0"):
         new_tokens_of(model, random_tokens(1, 5), **{name: named[name]}, **options)
 
 
 @pytest.mark.usefixtures("no_forward")
 def test_documents_in_a_prompt_that_is_fed_in_chunks(model):
     options = {"prefill_chunk_size": 2, "max_new_tokens": 2}
-    with pytest.raises(ValueError, match="prefill_chunk_size cannot be used with position_ids that begin again"):
+    with pytest.raises(ValueError, match="prefill_chunk_size cannot be used with position_ids that restart"):
         new_tokens_of(model, random_tokens(1, 5), position_ids=RESTART, **options)
     with pytest.raises(AssertionError, match="the model ran"):  # padding does not begin a document
         new_tokens_of(model, *left_padded([random_tokens(5), random_tokens(3)]), **options)
@@ -254,7 +258,7 @@ def test_a_static_cache_within_an_exported_program(sliding: int | None):
     model.generation_config.cache_implementation = "static"
     module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=16)
     inputs = {"input_ids": random_tokens(1, 1), "cache_position": torch.tensor([0])}
-    with pytest.raises(ValueError, match=f"{CACHE} is a static cache in a program that torch.export makes"):
+    with pytest.raises(ValueError, match=f"{CACHE} is a static cache in an exported program"):
         torch.export.export(module, (), inputs, strict=False)
 
 
@@ -298,7 +302,7 @@ def test_flash_attention_refuses_documents_that_it_would_not_separate(inputs: di
     if named:
         assert call()["documents"] is not None
     else:
-        with pytest.raises(ValueError, match="flash attention separates the documents of one unpadded row"):
+        with pytest.raises(ValueError, match="flash attention separates documents only within one unpadded row"):
             call()
 
 
@@ -307,5 +311,5 @@ def test_flash_attention_refuses_to_continue_a_pack():
     cache = DynamicCache(config=model.config)
     model(random_tokens(1, 5), position_ids=RESTART, **{CACHE: cache})
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="or of a cache that continues a pack"):
+    with pytest.raises(ValueError, match="and not if a cache continues it"):
         create_masks(model.config, torch.zeros(1, 1, 48), None, cache, torch.tensor([[3]]))

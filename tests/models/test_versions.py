@@ -155,7 +155,7 @@ def test_an_older_version_refuses_the_new_name(name: str, model: PreTrainedModel
 @pytest.mark.skipif(CACHE != "cache", reason="this version has one name for it")
 @every_model
 def test_two_caches_are_refused(name: str, model: PreTrainedModel):
-    with pytest.raises(TypeError, match="cache and past_key_values are one argument"):
+    with pytest.raises(TypeError, match="cache and past_key_values are the same argument"):
         model.base_model(random_tokens(1, 5), cache=DynamicCache(), past_key_values=DynamicCache())
 
 

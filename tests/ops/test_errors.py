@@ -26,7 +26,8 @@ def state(k: tuple[int, ...], v: tuple[int, ...], max_rows: int = 2, **kwargs) -
 
 
 def not_rising(*numbers: int) -> tuple[dict[str, torch.Tensor], str]:
-    return bounds(*numbers), rf"cu_seqlens must rise from 0 to 5, .*; got \[{', '.join(map(str, numbers))}\]"
+    given = ", ".join(map(str, numbers))
+    return bounds(*numbers), rf"cu_seqlens must be non-decreasing from 0 to 5, .*; got \[{given}\]"
 
 
 meta = ROWS.map(lambda x: x.to("meta"))
@@ -98,7 +99,7 @@ BAD: list[tuple[Case, type[Exception], dict[str, tuple[dict, str]]]] = [
         "a pack of two rows": (bounds(0, 11), r"with cu_seqlens the batch must be 1 row .*, got 2 rows"),
         "short state": (
             {"alpha": torch.zeros(3, 4), "beta": torch.zeros(3, 4), **state((2, 2, 3, 7), (2, 2, 3, 5))},
-            r"state.k must be \(2, rows, 3, 7\) with rows >= 3, the window less one; state.k is \(2, 2, 3, 7\)",
+            r"state.k must be \(2, rows, 3, 7\) with rows >= 3 \(window - 1\); state.k is \(2, 2, 3, 7\)",
         ),
     }),
     (PACK, TypeError, {
@@ -142,13 +143,13 @@ X = torch.randn(1, 3, 2, 4)
 REFUSED = {
     ("cpu", "it runs on the CPU, the tensors are on meta"): (X.to("meta"), 2),
     ("triton", "it runs on CUDA devices .*, the tensors are on meta"): (X.to("meta"), 2),
-    ("cpu", "its window is 16 at most, got 17"): (X, 17),
-    ("triton", "its window is 8 at most, got 9"): (X, 9),
+    ("cpu", "it supports windows up to 16, got 17"): (X, 17),
+    ("triton", "it supports windows up to 8, got 9"): (X, 9),
     **{
         (backend, message): (x, 2)
         for backend in ("cpu", "triton")
         for message, x in {
-            "it knows float32.*, the tensors are torch.float8_e5m2": X.to(torch.float8_e5m2),
+            "it supports float32.*, the tensors are torch.float8_e5m2": X.to(torch.float8_e5m2),
             "it takes plain tensors, got a Subclass": X.as_subclass(Subclass),
         }.items()
     },
@@ -200,8 +201,8 @@ def test_boundaries_on_a_device_without_data_are_accepted():
         ({"coefficients": ROWS.alpha[:2]}, ValueError, r"coefficients must be \(heads, window\) with 3 heads"),
         ({"state": ROWS.k[:, :0]}, ValueError, r"state must be \(2, rows, 3, 7\) with rows >= 1"),
         ({"state": ROWS.k.half()}, ValueError, r"state must be torch.float32 on cpu; state is .* torch.float16"),
-        ({"state": ROWS.k, "max_rows": 3}, ValueError, r"max_rows must be at least the rows of state, 11; got 3"),
-        ({"max_rows": 0}, ValueError, r"max_rows must be at least the rows of state, 1; got 0"),
+        ({"state": ROWS.k, "max_rows": 3}, ValueError, r"max_rows must be at least the number of rows .*, 11; got 3"),
+        ({"max_rows": 0}, ValueError, r"max_rows must be at least the number of rows of state, 1; got 0"),
         ({"backend": "cuda"}, ValueError, r"backend must be one of .*; got 'cuda'"),
         ({"cu_seqlens": PACK.cu_seqlens}, ValueError, r"with cu_seqlens the batch must be 1 row"),
         ({"mask": ROWS.k[..., 0, 0]}, TypeError, r"mask must be of dtype torch.bool"),

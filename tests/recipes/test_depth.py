@@ -137,7 +137,7 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
     with pytest.raises(RuntimeError, match="before any run"):
         module.reproduce(module.ReproduceConfig(recipe="depth", out=tmp_path, preset="laptop"))
     assert {(job.config.data.corpus, job.config.data.validation) for job in started} == {("tinyshakespeare", None)}
-    assert "the bundled corpus, far smaller, stands for it" in capsys.readouterr().err
+    assert "the bundled corpus, which is far smaller, is read" in capsys.readouterr().err
     asked = RECIPE.jobs("smoke", [0])
     assert with_available_text(asked) == asked
     monkeypatch.setenv(SHARED_DATA_ENV, str(tmp_path))
@@ -145,7 +145,7 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
     assert with_available_text(asked) == asked
 
 
-@pytest.mark.parametrize(("given", "said"), [(None, "not set"), ("", "not set"), ("here", "'.*here', which has none")])
+@pytest.mark.parametrize(("given", "said"), [(None, "not set"), ("", "not set"), ("here", "'.*here', which does not")])
 def test_a_text_that_is_not_there_is_asked_for(
     given: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -153,7 +153,7 @@ def test_a_text_that_is_not_there_is_asked_for(
     if given is not None:
         monkeypatch.setenv(SHARED_DATA_ENV, given and str(tmp_path / given))
     with pytest.raises(
-        LabError, match=rf"{SHARED_DATA_ENV} must name the folder that holds wiki2014-en/train.*it is {said}"
+        LabError, match=rf"{SHARED_DATA_ENV} must name the folder that contains wiki2014-en/train.*it is {said}"
     ):
         RECIPE.jobs("laptop", [0])[0].run(tmp_path / "out")
 
@@ -163,7 +163,7 @@ def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
     assert job.arm.label == "vanilla, 1 layer"
     found = ran(job, tmp_path / "run")
-    with pytest.raises(LabError, match="holds a run with other options"):
+    with pytest.raises(LabError, match="contains a run with other options"):
         job.at_rate(0.5).is_finished(tmp_path / "run")
     assert found.curve["step"] == [2, 4]
     assert "eval_losses_per_row" not in found.result

@@ -108,7 +108,7 @@ def test_what_is_finished_is_kept(recipe: Recipe, tmp_path: Path, capsys: pytest
     reproduce(config(tmp_path, seeds=3))
     folder = tmp_path / "abacus" / "smoke" / "beads-a"
     assert [runs(folder / f"seed-{seed}") for seed in range(3)] == [1, 1, 1]
-    assert "2 of 6 runs were finished before" in capsys.readouterr().err
+    assert "2 of 6 runs are already finished" in capsys.readouterr().err
 
 
 def test_failed_runs_are_named_and_tried_again(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_failed_runs_are_named_and_tried_again(recipe: Recipe, tmp_path: Path, m
 def test_kept_records_are_not_replaced_by_fewer(recipe: Recipe, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     reproduce(config(tmp_path, seeds=2, results=kept))
-    with pytest.raises(LabError, match=r"smoke\.jsonl keeps 2 runs that this call does not make \(Beads, a, seed 1 "):
+    with pytest.raises(LabError, match=r"smoke\.jsonl has 2 runs that would be lost \(Beads, a, seed 1 "):
         reproduce(config(tmp_path, seeds=1, results=kept))
     reproduce(config(tmp_path, seeds=3, results=kept))
     assert len(read_records(kept / "abacus" / "smoke.jsonl")) == 6
@@ -141,7 +141,7 @@ def test_runs_with_other_options_are_neither_kept_nor_taken_for_these(tmp_path: 
     job.run(tmp_path)
     assert job.is_finished(tmp_path)
     changed = replace(job, config=replace(job.config, batch_size=job.config.batch_size + 1))
-    with pytest.raises(LabError, match=r"holds a run with other options:\n  batch_size: 8 there, 9 here"):
+    with pytest.raises(LabError, match=r"contains a run with other options:\n  batch_size: 8 there, 9 here"):
         changed.is_finished(tmp_path)
 
 
@@ -176,7 +176,7 @@ def test_the_list_says_what_is_done(recipe: Recipe, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "fig99"}, "recipe: there is no 'fig99'; there are fig01a, "),
+        ({"recipe": "fig99"}, "recipe must be one of fig01a, .*, got 'fig99'"),
         ({"preset": "huge"}, "preset must be one of smoke, got 'huge'"),
         ({"seeds": 0}, "seeds must be 1 or more, got 0"),
         ({"jobs": 0}, "jobs must be 1 or more, got 0"),

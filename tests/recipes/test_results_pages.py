@@ -246,5 +246,5 @@ def test_a_summary_of_a_claim_that_is_gone_is_an_error(results: Path, monkeypatc
     monkeypatch.setattr(
         summary, "MAIN", [summary.Main("Something", "fig01a", "laptop", "One layer with KV shift flies")]
     )
-    with pytest.raises(LabError, match=r"fig01a laptop must have one claim 'One layer with KV shift flies' .*has 0"):
+    with pytest.raises(LabError, match=r"fig01a laptop must have one claim 'One layer with KV shift flies' .*got 0"):
         summary_page(results, results_pages._anchor)

@@ -178,7 +178,7 @@ def test_the_table_has_a_line_for_each_part():
 def test_a_record_says_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     job = RECIPE.jobs("laptop", [0])[0]
     assert isinstance(job, RetrofitJob)
-    with pytest.raises(LabError, match="has been trained, and not been measured"):
+    with pytest.raises(LabError, match=r"contains a finished run, but no measured\.json"):
         job.record(tmp_path)
     (tmp_path / "measured.json").write_text('{"induction": 0.5}')
     found = []
@@ -202,7 +202,7 @@ def test_without_the_model_or_the_text_nothing_is_begun(tmp_path: Path, monkeypa
         (texts / text).parent.mkdir(parents=True, exist_ok=True)
         (texts / text).touch()
     for folder, message in (
-        ("", "the environment variable KVSHIFT_SHARED_DATA must name the folder that holds wiki2014-en/train-00"),
+        ("", "the environment variable KVSHIFT_SHARED_DATA must name the folder that contains wiki2014-en/train-00"),
         (str(texts), "smollm2-135m-instruct: `make smollm` downloads and converts it"),
     ):
         monkeypatch.setenv(SHARED_DATA_ENV, folder)

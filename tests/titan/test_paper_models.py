@@ -78,7 +78,7 @@ def test_steps_and_rows_are_those_of_the_paper(size: str):
 
 
 def test_other_models_are_refused():
-    with pytest.raises(ValueError, match="config must be of Llama 3 or Qwen 3, got DeepSeek"):
+    with pytest.raises(ValueError, match="config must be that of a Llama 3 or Qwen 3 model, got DeepSeek"):
         with_kv_shift(deepseek_v3_debugmodel())
 
 

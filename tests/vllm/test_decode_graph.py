@@ -347,7 +347,7 @@ def test_a_graph_of_other_batches_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     context = SimpleNamespace(attn_metadata=None, no_compile_layers={"shift": layer})
     monkeypatch.setattr(paged_shift, "get_forward_context", lambda: context)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="shift: a CUDA graph can hold the shift of pieces of one length alone"):
+    with pytest.raises(RuntimeError, match="shift: in a CUDA graph, all sequences must have equally many new tokens"):
         kv_shift(kv, kv, "shift")
 
 

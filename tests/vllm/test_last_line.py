@@ -24,8 +24,8 @@ from . import engines  # noqa: F401  # imports vLLM before this process is forke
 from .server import serve
 
 CASES = {
-    "the plugin": (["--quantization=fp8"], "vLLM cannot serve this model with KV shift so: quantization must be "),
-    "the engine": (["--block-size=16"], "block_size must give every layer blocks that CPU_ATTN takes whole, of "),
+    "the plugin": (["--quantization=fp8"], "vLLM cannot serve this model with KV shift: quantization must be "),
+    "the engine": (["--block-size=16"], "block_size must give every layer blocks that CPU_ATTN does not split, of "),
     "an option": (["--no-such-option"], "unrecognized arguments: --no-such-option (kvshift serve CHECKPOINT --help"),
     "a value": (["--max-num-seqs=few"], "argument --max-num-seqs: "),
     "vLLM": (["--max-model-len=100000"], "User-specified max_model_len (100000) is greater than the derived "),

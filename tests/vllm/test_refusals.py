@@ -61,7 +61,7 @@ _ORDERED = {
 }
 _CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "quantization must be of 8 bits": _quantized(config_groups={"0": {"targets": ["Linear"], "weights": _WEIGHTS}}),
+    "quantization must be .* 8-bit": _quantized(config_groups={"0": {"targets": ["Linear"], "weights": _WEIGHTS}}),
     "quantization must .* got 'compressed-tensors'": _quantized(kv_cache_scheme=_CACHE),
     "quantization must be .* got 'compressed-tensors'": (
         "llama",
@@ -120,7 +120,7 @@ def test_a_draft_model_of_another_window(checkpoint: Checkpoint) -> None:
 def test_blocks_of_16_on_a_cpu(checkpoint: Checkpoint) -> None:
     """vLLM's attention on a CPU takes multiples of 32."""
     with pytest.raises(
-        ValueError, match=r"block_size must .* CPU_ATTN takes whole, of \[MultipleOf\(32\)\] tokens; at 16 .* has 16"
+        ValueError, match=r"block_size must .* CPU_ATTN does not split, of \[MultipleOf\(32\)\] tokens; with 16, .* 16"
     ):
         LLM(str(checkpoint("llama")), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=16)
 
@@ -139,7 +139,7 @@ def test_coefficients_of_other_heads(checkpoint: Checkpoint, tmp_path: Path, hea
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.self_attn.shift.alpha"] = torch.zeros(heads, 2)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    expected = re.escape(f"must be (2, 2), KV heads and numbers of each; the checkpoint has ({heads}, 2)")
+    expected = re.escape(f"must have the shape (2, 2), one row for each KV head, got ({heads}, 2) from the checkpoint")
     with pytest.raises(ValueError, match=expected):
         LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
 

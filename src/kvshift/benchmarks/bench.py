@@ -75,7 +75,7 @@ def bench(config: BenchConfig) -> None:
     problems = [f"{row['part']}, {row['case']}, {row['contestant']}: {row['problem']}" for row in rows if _failed(row)]
     if problems:
         listed = "\n  ".join(problems)
-        raise RunFailedError(f"{len(problems)} of {len(rows)} paths are not measured:\n  {listed}")
+        raise RunFailedError(f"{len(problems)} of {len(rows)} implementations could not be measured:\n  {listed}")
 
 
 def _failed(row: Mapping[str, Any]) -> bool:

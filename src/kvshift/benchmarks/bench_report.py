@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # importing matplotlib takes a second
 
 _OURS = ("kv_shift", "kv shift")
 _SHIFTED = colors_of(["KV-shift"])["KV-shift"]
-SMOKE = "The preset smoke only shows that everything runs: at its sizes the times say nothing about those of others"
+SMOKE = "The preset smoke only shows that everything runs: times at its sizes say nothing about other sizes"
 _RATIOS = (
     "A time is the median over rounds, and a multiple is the median of the ratios of single rounds, in which both ran "
     "next to each other: it need not be the ratio of the two times beside it."
@@ -166,7 +166,7 @@ def short(rows: Sequence[Row]) -> str:
     text = [as_text(table, left=3)]
     for (implementation, dtype, axis), (line, _) in lines(rows).items():
         if implementation.startswith(_OURS):
-            text.append(f"sweep  {dtype} along {axis}: {100 * line.worst:.0f} % off a line at the worst")
+            text.append(f"sweep  {dtype} along {axis}: at most {100 * line.worst:.0f} % off a straight line")
     if missing := _left_out(rows):
         text.append(missing)
     return "\n".join(text)

@@ -133,7 +133,7 @@ def per_head(grad: Tensor, heads: int) -> Tensor:
     return grad.unflatten(0, (heads, -1)).float().sum(1).flip(1)
 
 
-_NOT_COMPILED = "torch.compile takes no part: preset smoke or --no-compile"
+_NOT_COMPILED = "torch.compile is not measured: preset smoke or --no-compile"
 
 
 def without(k: Tensor, compiled: bool) -> list[Formulation]:

@@ -176,7 +176,7 @@ def _compare(
                 span.cut(rest).zero_()
                 span.before(rest).zero_()
             if int(rest.count_nonzero()):
-                problem = f"{name}: not zero where no gradient comes from"
+                problem = f"{name}: not zero where the incoming gradient is zero"
     return ParityResult(problem, worst)
 
 

@@ -42,8 +42,8 @@ class RowFile:
             for name in _SAME:
                 if row.get(name) != stamp[name]:
                     raise LabError(
-                        f"out: {path} holds rows with other {name}: "
-                        f"{_say(row.get(name), stamp[name])}; give another folder, or take that file away"
+                        f"out: {path} contains rows with other {name}: "
+                        f"{_say(row.get(name), stamp[name])}; give another folder, or remove that file"
                     )
 
     def has(self, part: str, case: str) -> bool:
@@ -76,7 +76,7 @@ def _whole_cases(path: Path) -> list[Row]:
             if rows[-1].get("last"):
                 kept = len(rows)
         if not kept and len(rows) > 0 and "last" not in rows[0]:
-            raise LabError(f"out: {path} holds no rows of kvshift bench; give another folder")
+            raise LabError(f"out: {path} contains no rows of `kvshift bench`; give another folder")
         file.truncate_to(lines[:kept])
     return rows[:kept]
 

@@ -111,8 +111,8 @@ def _time(run: Callable[[], object]) -> float | None:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write all that was found to this file, as JSON")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no other candidate after so long")
+    parser.add_argument("--out", type=Path, help="JSON file to write with the times of all candidates")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no more candidates after this time")
     arguments = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     found = tune(device, seconds=arguments.seconds)
@@ -122,7 +122,8 @@ def main() -> None:
         arguments.out.write_text(json.dumps({**about, "kernels": found}, indent=1) + "\n")
     for kernel, rows in found.items():
         present = next((row["behind"] for row in rows if Tiling(**_fields(row)) == TILING[kernel]), math.nan)
-        print(f"{kernel}: {Tiling(**_fields(rows[0])) if rows else 'not reached'}; the present one x {present:.2f}")
+        best = Tiling(**_fields(rows[0])) if rows else "not reached"
+        print(f"{kernel}: {best}; the current one takes {present:.2f} times as long as the best")
 
 
 def _fields(row: dict[str, Any]) -> dict[str, int]:

@@ -76,8 +76,8 @@ def with_file(options: type, path: Path) -> Any:
     if options is PlanConfig:
         if values.get("init_from") is not None and not is_record:
             raise LabError(
-                f"config: {path} names init_from ({values['init_from']}), whose shape kvshift plan does not read: give "
-                "the config.json of a run, or model.config in place of init_from"
+                f"config: {path} names init_from ({values['init_from']}), from which kvshift plan does not read the "
+                "model's sizes: give the config.json of a run, or replace init_from by model.config"
             )
         return _over(PlanConfig(), values, path)
     if is_record:
@@ -93,9 +93,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise LabError(f"config: {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise LabError(f"config: {path} is no YAML: {' '.join(str(error).split())}") from error
+        raise LabError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise LabError(f"config: {path} must hold options by name, got {type(values).__name__}")
+        raise LabError(f"config: {path} must map options to values, got {type(values).__name__}")
     return values
 
 
@@ -123,7 +123,7 @@ def _refuse_unknown(values: Mapping[Any, Any], known: Mapping[str, Any], file: s
             raise LabError(f"{file} has an unknown field {prefix}{name}; {hint}")
         if known[name] is not None:
             if not isinstance(value, dict):
-                raise LabError(f"{file}: {prefix}{name} must hold options by name, got {value!r}")
+                raise LabError(f"{file}: {prefix}{name} must map options to values, got {value!r}")
             _refuse_unknown(value, known[name], file, f"{prefix}{name}.")
 
 

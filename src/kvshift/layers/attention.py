@@ -94,7 +94,7 @@ class KVShiftAttention(nn.Module):
             raise ValueError(f"num_kv_heads must divide num_heads, {num_heads}; got {num_kv_heads}")
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(
-                f"embed_dim must be a multiple of num_heads, {num_heads}, or head_dim given; got {embed_dim}"
+                f"embed_dim must be a multiple of num_heads, {num_heads}, unless head_dim is given; got {embed_dim}"
             )
         head_dim = embed_dim // num_heads if head_dim is None else head_dim
         if position_encoding not in ("rope", "alibi", "none"):
@@ -287,14 +287,14 @@ class KVShiftAttention(nn.Module):
         if not isinstance(state, AttentionState):
             raise TypeError(f"state must be an AttentionState or None, got {type(state).__name__}")
         if state.sequences != sequences:
-            raise ValueError(f"state must be of {sequences} sequences, got one of {state.sequences}")
+            raise ValueError(f"state must have {sequences} sequences, got {state.sequences}")
         if state.k.shape[2:] != k.shape[2:] or state.k.dtype != k.dtype or state.k.device != k.device:
             raise ValueError(
                 f"state.k must be ({sequences}, keys, {self.num_kv_heads}, {self.head_dim}) {k.dtype} on {k.device}, "
                 f"got {tuple(state.k.shape)} {state.k.dtype} on {state.k.device}"
             )
         if self.shift.targets and state.shift is None:
-            raise ValueError("state.shift is None, but this layer shifts: pass on the state that this layer returned")
+            raise ValueError("state.shift is None, but this layer shifts: pass the state that this layer returned")
         return state.unpack()
 
 

@@ -139,7 +139,7 @@ def exchange_halo(
     chunks = _chunks_of_shard(layout)
     length = _check_tensors(tensors, chunks)
     if rows < 1:
-        raise ValueError(f"rows must be at least 1 (the window less one), got {rows}")
+        raise ValueError(f"rows must be at least 1 (window - 1), got {rows}")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     leaving, arriving = _routes(rank, size, layout, length // chunks, rows)
     sent = [token for tokens in leaving for token in tokens]
@@ -218,7 +218,7 @@ def _check_tensors(tensors: Sequence[Tensor], chunks: int) -> int:
         check_tensor(f"tensors[{i}]", x, "(batch, tokens, ...)")
         if x.ndim < 2 or x.shape[:2] != first.shape[:2] or x.dtype != first.dtype or x.device != first.device:
             raise ValueError(
-                f"tensors must be (batch, tokens, ...) of one batch, length, dtype and device; tensors[0] is "
+                f"tensors must be (batch, tokens, ...) with equal batch, length, dtype and device; tensors[0] is "
                 f"{tuple(first.shape)} {first.dtype} on {first.device}, tensors[{i}] is {tuple(x.shape)} {x.dtype} "
                 f"on {x.device}"
             )

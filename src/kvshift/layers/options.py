@@ -80,4 +80,4 @@ def _check(targets: Any, window: Any, constraint: Any, init: Any, name: str = ""
     if constraint == "gate" and window != 2:
         raise ValueError(f'{name}window must be 2 with {name}constraint="gate", got {window}')
     if constraint == "gate" and init == "identity":
-        raise ValueError(f'{name}init must be "uniform" with {name}constraint="gate": no sigmoid is exactly 1')
+        raise ValueError(f'{name}init must be "uniform" with {name}constraint="gate": a sigmoid is never exactly 1')

@@ -199,7 +199,7 @@ class _Recomputation:
         nbytes, dtype, place = self.layouts[i]
         if x.untyped_storage().nbytes() != nbytes or x.dtype != dtype:
             raise RuntimeError(
-                f"what was recomputed for backward has {x.untyped_storage().nbytes()} bytes of {x.dtype}, "
+                f"a tensor recomputed for backward has {x.untyped_storage().nbytes()} bytes of {x.dtype}, "
                 f"expected {nbytes} of {dtype}"
             )
         return x.as_strided(*place)

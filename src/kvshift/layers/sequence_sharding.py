@@ -22,7 +22,7 @@ def refuse_sharded_sequence() -> None:
     if found is not None:
         raise ValueError(
             f"KV shift is not supported with {found}: each process gets a part of every sequence, and the first token "
-            "of a part needs the keys and values of the token before, which is in another process. Leave sequences "
+            "of a part needs the keys and values of the token before, which is in another process. Keep sequences "
             "whole: use DDP, FSDP or DeepSpeed ZeRO (for KVShiftLlama also tensor parallelism, tp_plan='auto'), and "
             "gradient checkpointing where long sequences do not fit"
         )

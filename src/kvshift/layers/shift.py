@@ -185,7 +185,7 @@ def shift_type_error(module: nn.Module) -> TypeError:
     """Return the error for a module that replaces a `KVShift` and hides its attributes, such as `targets`."""
     return TypeError(
         f"shift must be a KVShift, got a {type(module).__name__}. PEFT's target_parameters cannot adapt its "
-        'coefficients, of which there are a few for each head; train them whole: modules_to_save=["shift"]'
+        'coefficients; train them directly: modules_to_save=["shift"]'
     )
 
 
@@ -193,10 +193,9 @@ def shift_type_error(module: nn.Module) -> TypeError:
 def _warn_rounded(dtype: torch.dtype) -> None:
     """Warn once per process and dtype that the coefficients are not in float32."""
     warnings.warn(
-        f"the coefficients of a KV shift are {dtype}: something has put other parameters in the place of the float32 "
-        "ones, so that they are rounded (bfloat16 has steps of 0.004 to 0.008 near 1) and, if they are trained in this "
-        "dtype, small updates are lost. from_pretrained(..., dtype=, device_map=) keeps them in float32, and so does "
-        "model.to(dtype)",
+        f"the coefficients of a KV shift are {dtype}: something has replaced the float32 parameters. They are rounded "
+        "(bfloat16 has steps of 0.004 to 0.008 near 1), and training in this dtype loses small updates. "
+        "from_pretrained(..., dtype=, device_map=) and model.to(dtype) keep them in float32",
         stacklevel=4,
     )
 

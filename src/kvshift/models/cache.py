@@ -122,8 +122,8 @@ class ShiftCacheLayer:
             raise ValueError(f"cannot crop {tokens} tokens from a cache of {length}")
         if self.document_offset is not None and tokens < length < tokens + int(self.document_offset.max()):
             raise RuntimeError(
-                f"cannot crop {tokens} tokens: the last document of a row is shorter, and where the one before it "
-                "began is not known"
+                f"cannot crop {tokens} tokens: the last document of a row is shorter, and the start of the one "
+                "before it is not stored"
             )
         if state is not None and tokens < length:
             left = state.rows - tokens
@@ -131,7 +131,7 @@ class ShiftCacheLayer:
                 raise RuntimeError(
                     f"cannot crop {tokens} tokens: the cache holds raw keys and values of the last {state.rows} and "
                     f"needs {self.window - 1} afterwards; they cannot be recovered from shifted ones. Call "
-                    "`activate_past_recording()` before the tokens to be taken back are fed"
+                    "`activate_past_recording()` before tokens that may be taken back"
                 )
             state = state.crop(tokens, window=self.window)
             keep = slice(state.rows - (self.window - 1), None)
@@ -186,7 +186,7 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
         if self.is_compacted and tokens_to_remove and not self.record_past:
             raise RuntimeError(
                 f"cannot crop {-tokens_to_remove} tokens: the cache holds padding after a token. Call "
-                "`activate_past_recording()` before the tokens to be taken back are fed"
+                "`activate_past_recording()` before tokens that may be taken back"
             )
         super().crop(tokens_to_remove)
 
@@ -304,7 +304,7 @@ def ensure_shift_cache(cache: Cache, config: ShiftConfig) -> None:
     """
     if not isinstance(cache, Cache):
         raise TypeError(
-            f"{CACHE} must be a Cache of transformers or None, got {type(cache).__name__}; an empty one is "
+            f"{CACHE} must be a Cache of transformers or None, got {type(cache).__name__}; an empty cache is "
             "DynamicCache(config=model.config)"
         )
     window = config.shift_window if config.shift_targets else 1
@@ -333,8 +333,8 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
         return f"has {len(cache.layers)} layers, this model has {config.num_hidden_layers}"
     if is_exporting() and any(isinstance(layer, StaticLayer) for layer in cache.layers):
         return (
-            "is a static cache in a program that torch.export makes (TorchExportableModuleWithStaticCache): it would "
-            "keep keys and values from call to call, but not the raw ones of the shift"
+            "is a static cache in an exported program (TorchExportableModuleWithStaticCache), which would keep shifted "
+            "keys and values between calls, but not the raw ones"
         )
     if _carries_shift(cache):
         made_for = cache.layers[0].window
@@ -345,7 +345,7 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
     if isinstance(cache, QuantizedCache):
         return "is a QuantizedCache, which has no place for raw keys and values"
     if getattr(cache, "offloading", False):
-        return "is offloaded to the CPU, which is not supported: raw keys and values stay"
+        return "is offloaded to the CPU, which is not supported for raw keys and values"
     for layer in cache.layers:
         # For chunked prefill, `generate` creates the buffers of a static cache before the first token. A model without
         # shift uses them unchanged.
@@ -386,10 +386,10 @@ def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None
         if found != before + fed:
             why = f"This is transformers {transformers.__version__}; {OLDEST} to {NEWEST} are tested"
             if model.training and model.gradient_checkpointing:
-                why = "Layers that are checkpointed in training get no cache: call model.eval(), or set use_cache=False"
+                why = "With gradient checkpointing, training has no cache: call model.eval(), or set use_cache=False"
             raise RuntimeError(
                 f"{CACHE} must hold {before + fed} tokens after {fed} were added to {before}, but layer {i} holds "
-                f"{found}: the cache did not reach the attention of {type(model).__name__}, or keeps nothing. {why}"
+                f"{found}: the cache did not reach the attention of {type(model).__name__}, or stores nothing. {why}"
             )
 
 
@@ -428,8 +428,8 @@ def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None
         return mask if is_compacted else None
     if isinstance(sliding[0], StaticSlidingWindowLayer):
         raise ValueError(
-            "attention_mask must be padded on the left for a static cache of a sliding window, which would count the "
-            "padding behind a token: give a DynamicCache"
+            "attention_mask must be padded on the left with a static cache and a sliding window, which would count "
+            "padding after a token: use a DynamicCache"
         )
     for layer in sliding:
         layer.to_compact = mask
@@ -445,8 +445,8 @@ def keep_document_offset(cache: Cache, offset: Tensor) -> None:
     """Store the index of the first token of each row's last document, (B,), for the next tokens."""
     if not _carries_shift(cache):
         raise ValueError(
-            f"{CACHE} cannot keep where the last of several documents in a row began, for the tokens that come "
-            "next: give a DynamicCache or StaticCache, neither quantized nor offloaded, that was empty at first"
+            f"{CACHE} cannot keep where the last of several documents in a row begins, which the next tokens need: use "
+            "a DynamicCache or StaticCache that is empty at first, and neither quantized nor offloaded"
         )
     for layer in cache.layers:
         layer.document_offset = offset  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ class ShiftConfig:
         layer_types = kwargs.pop("layer_types", None)
         if layer_types is not None and layer_types != self.layer_types:
             raise ValueError(
-                f"layer_types must be left out or {self.layer_types}, as the other fields have it; got {layer_types!r}"
+                f"layer_types must be left out or match the other fields, {self.layer_types}; got {layer_types!r}"
             )
         super().__post_init__(**kwargs)  # type: ignore[misc]
 

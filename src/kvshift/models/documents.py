@@ -60,8 +60,7 @@ def create_masks(
         if seq_idx is not None or cu_seq_lens is not None:
             _require(
                 (_numbers(named, inputs_embeds) == _numbers(documents, inputs_embeds)).all(),
-                "attention_mask of four dimensions must keep apart the documents that seq_idx or cu_seq_lens_q names, "
-                "and no others",
+                "attention_mask of four dimensions must separate exactly the documents of seq_idx or cu_seq_lens_q",
             )
         if attention_mask.dtype == torch.bool and config._attn_implementation != "sdpa":
             # Eager attention adds the mask to the scores: it would add 1 where a bool mask is True.
@@ -106,8 +105,8 @@ def _require_keys_of_cache(attention_mask: Tensor, cache: Cache | None) -> None:
         held, _ = cache.get_mask_sizes(attention_mask.shape[2], i)  # type: ignore[union-attr]
         if held != attention_mask.shape[3]:
             raise ValueError(
-                f"attention_mask of four dimensions must have {held} keys, as many as layer {i} gives its queries "
-                f"with this cache, got {attention_mask.shape[3]}; a layer of a sliding window holds no others"
+                f"attention_mask of four dimensions must have {held} keys, as many as layer {i} has with this "
+                f"cache, got {attention_mask.shape[3]}; a layer with a sliding window keeps no earlier ones"
             )
 
 
@@ -153,8 +152,8 @@ def check_mask(attention_mask: Any, attn_implementation: str) -> None:
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
             "attention_mask must be a tensor (batch, tokens so far), 1 on tokens and 0 on padding, or one of four "
-            f"dimensions, (batch, heads or 1, queries, keys); got {type(attention_mask).__name__}, of which KV shift "
-            "cannot tell which token is before which"
+            f"dimensions, (batch, heads or 1, queries, keys); got {type(attention_mask).__name__}, from which KV shift "
+            "cannot tell which token precedes which"
         )
     if attention_mask.ndim not in (2, 4):
         raise ValueError(
@@ -163,8 +162,8 @@ def check_mask(attention_mask: Any, attn_implementation: str) -> None:
         )
     if attention_mask.ndim == 4 and attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
-            f"attention_mask must have two dimensions with attn_implementation={attn_implementation!r}: eager and sdpa "
-            "take one of four as it is meant"
+            f"attention_mask must have two dimensions with attn_implementation={attn_implementation!r}: only eager "
+            "and sdpa support four"
         )
 
 
@@ -187,8 +186,8 @@ def padding_mask(attention_mask: Tensor | None, positions: int) -> Tensor | None
     if latest_BT.dtype != torch.bool:
         _require(
             (real_BT | (latest_BT == 0)).all(),
-            "attention_mask must be 1 on tokens and 0 on padding, got other numbers: documents that share a row are "
-            "named by seq_idx, cu_seq_lens_q or position_ids",
+            "attention_mask must be 1 on tokens and 0 on padding, got other numbers: mark documents that share a row "
+            "with seq_idx, cu_seq_lens_q or position_ids",
         )
     return real_BT
 
@@ -223,7 +222,7 @@ def pair_structure(
     of_batch, _, queries, keys = attention_mask.shape
     if of_batch not in (1, batch) or queries != positions or keys < positions:
         raise ValueError(
-            f"attention_mask of four dimensions must be ({batch} or 1, heads or 1, {positions}, tokens so far) beside "
+            f"attention_mask of four dimensions must be ({batch} or 1, heads or 1, {positions}, tokens so far) for "
             f"these input_ids, got {tuple(attention_mask.shape)}"
         )
     sees = attention_mask if attention_mask.dtype == torch.bool else attention_mask > _UNSEEN
@@ -252,9 +251,10 @@ def pair_structure(
     )
     _require(
         ~((real_BT & wrong_BT).any() | (by_any & is_padding_BK.unsqueeze(1)).any()),
-        "attention_mask of four dimensions must let every token see itself and, of the tokens before it, the last one "
-        "or none, in all heads alike: KV shift mixes it with that one or with none. Not so here, or a document begins "
-        "with a call that has a cache. What does not see itself is padding, and nothing may see it",
+        "attention_mask of four dimensions must let every token see itself and either the token before it or no "
+        "earlier token, in all heads alike: KV shift mixes a token with the one before it, or with none. A document "
+        "cannot begin with the first token after a cache. A position that does not see itself is padding, which no "
+        "token may see",
     )
     padding = None if _statically_true(real_BT.all()) else real_BT.expand(batch, -1)
     documents_BT = begins_BT & (before_BT >= 0)
@@ -348,9 +348,8 @@ def check_flash_documents(
         separates = torch.equal(index_T == 0 if one_document else positions_T == 0, starts_T)
     if not separates:
         raise ValueError(
-            "flash attention separates the documents of one unpadded row where position_ids begin again at 0, and "
-            "only there; not those of several rows, of padded ones, or of a cache that continues a pack: set "
-            "attn_implementation to sdpa or flex_attention for these"
+            "flash attention separates documents only within one unpadded row, where position_ids restart at 0, and "
+            "not if a cache continues it: set attn_implementation to sdpa or flex_attention"
         )
 
 
@@ -405,7 +404,7 @@ def _check(
     if is_torchdynamo_compiling() or torch.jit.is_tracing():
         return
     rises = (cu_seq_lens[0] == 0) & (cu_seq_lens[-1] == positions) & (cu_seq_lens.diff() >= 0).all()
-    message = f"cu_seq_lens_q must rise from 0 to {positions}, the positions of input_ids, without falling"
+    message = f"cu_seq_lens_q must be non-decreasing from 0 to {positions}, the number of positions in input_ids"
     if not cu_seq_lens.is_cpu:
         torch.ops.aten._assert_async.msg(rises, message)  # does not wait for the device
     elif not rises:

@@ -78,7 +78,7 @@ def _refuse_documents(generation_config: Any, model_kwargs: dict[str, Any]) -> N
         if model_kwargs.get(name) is not None:
             raise ValueError(
                 f"{name} is an argument of forward, not of generate, which would pass it on unchanged as the sequences "
-                "grow: give position_ids that begin again at 0 with each document"
+                "grow: give position_ids that restart at 0 for each document"
             )
     positions = model_kwargs.get("position_ids")
     if generation_config.prefill_chunk_size is None or positions is None:
@@ -87,6 +87,6 @@ def _refuse_documents(generation_config: Any, model_kwargs: dict[str, Any]) -> N
     real = torch.ones_like(positions) if mask is None else mask[:, -positions.shape[1] :]
     if document_index(len(real), real.shape[1], real != 0, position_ids=positions) is not None:
         raise ValueError(
-            "prefill_chunk_size cannot be used with position_ids that begin again within a sequence: a document that "
+            "prefill_chunk_size cannot be used with position_ids that restart within a sequence: a document that "
             "begins with a chunk would continue the one before"
         )

@@ -45,7 +45,7 @@ def given_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | N
     if cache is not None and CACHE != "cache":
         raise TypeError(f"unknown argument cache: transformers {transformers.__version__} calls it past_key_values")
     if cache is not None and past_key_values is not None:
-        raise TypeError("cache and past_key_values are one argument: give cache alone")
+        raise TypeError("cache and past_key_values are the same argument: give only cache")
     return past_key_values if cache is None else cache
 
 

@@ -144,10 +144,10 @@ def _shift_queries(q: Tensor, gamma: Tensor, call: Call) -> tuple[Tensor, Tensor
     batch, positions = call.k.shape[:2]
     if q.ndim != 4 or q.shape[:3] != (batch, positions, gamma.shape[0]):
         raise ValueError(
-            f"q must be ({batch}, {positions}, {gamma.shape[0]}, head size) beside these keys, got {tuple(q.shape)}"
+            f"q must be ({batch}, {positions}, {gamma.shape[0]}, head size) with these keys, got {tuple(q.shape)}"
         )
     if call.k_state is not None and call.q_state is None:
-        raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
+        raise ValueError("state holds no queries, but this layer shifts them: pass the state that it returned")
     max_rows = call.max_rows or None
     return shift_tokens(q, gamma, state=call.q_state, max_rows=max_rows, backend=call.backend, **call.boundaries())
 

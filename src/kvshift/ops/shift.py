@@ -128,7 +128,7 @@ def shift_tokens(
         _check_rows("state", state, x, sequences, window)
     rows = window - 1 if state is None else state.shape[1]
     if max_rows is not None and max_rows < rows:
-        raise ValueError(f"max_rows must be at least the rows of state, {rows}; got {max_rows}")
+        raise ValueError(f"max_rows must be at least the number of rows of state, {rows}; got {max_rows}")
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
     call = Call(None, x, None, coefficients, k_state=state, max_rows=max_rows or rows, **where)
     x_hat, _, next_state, _ = _shift(call, sequences)
@@ -267,7 +267,7 @@ def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | Non
 
 def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
     valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == positions) & (cu_seqlens.diff() >= 0).all()
-    message = f"cu_seqlens must rise from 0 to {positions}, the positions of the pack, without falling"
+    message = f"cu_seqlens must be non-decreasing from 0 to {positions}, the number of positions"
     if cu_seqlens.device.type != "cpu":
         torch.ops.aten._assert_async.msg(valid, message)  # does not synchronise with the device
     elif not valid:
@@ -292,7 +292,7 @@ def _check_state(call: Call, sequences: int) -> None:
     # max_rows is irrelevant if no row is kept.
     if k.shape[1] != v.shape[1] or (call.max_rows and k.shape[1] > call.max_rows):
         raise ValueError(
-            f"state must hold as many keys as values, max_rows at most; got {k.shape[1]} rows of keys and "
+            f"state must hold equally many keys and values, at most max_rows; got {k.shape[1]} rows of keys and "
             f"{v.shape[1]} of values with max_rows = {call.max_rows}"
         )
 
@@ -302,8 +302,8 @@ def _check_rows(name: str, state: Tensor, x: Tensor, sequences: int, window: int
     check_tensor(name, state, "(sequences, rows, heads, head size)")
     if state.ndim != 4 or (state.shape[0], *state.shape[2:]) != expected or state.shape[1] < window - 1:
         raise ValueError(
-            f"{name} must be ({sequences}, rows, {x.shape[2]}, {x.shape[3]}) with rows >= {window - 1}, "
-            f"the window less one; {_say(**{name: state})}"
+            f"{name} must be ({sequences}, rows, {x.shape[2]}, {x.shape[3]}) with rows >= {window - 1} "
+            f"(window - 1); {_say(**{name: state})}"
         )
     if state.dtype != x.dtype or state.device != x.device:
         raise ValueError(f"{name} must be {x.dtype} on {x.device}; {_say(**{name: state})}")

@@ -187,7 +187,7 @@ class ShiftState(SequenceState):
                 )
             if state.k.dtype != first.k.dtype:
                 raise ValueError(
-                    f"states must be of one dtype: states[0] is {first.k.dtype}, states[{i}] is {state.k.dtype}"
+                    f"states must have the same dtype: states[0] is {first.k.dtype}, states[{i}] is {state.k.dtype}"
                 )
             if (state.q is None) != (first.q is None):
                 raise ValueError(f"states must all carry queries or none: states[0] and states[{i}] differ")

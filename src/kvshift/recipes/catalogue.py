@@ -70,7 +70,7 @@ CATALOGUE: Mapping[str, Entry] = _gathered()
 def find_recipe(name: str) -> Recipe:
     """Return the recipe of that name; the notes in its folder precede the notes that it shares with other recipes."""
     if name not in CATALOGUE:
-        raise LabError(f"recipe: there is no {name!r}; there are {', '.join(CATALOGUE)}")
+        raise LabError(f"recipe must be one of {', '.join(CATALOGUE)}, got {name!r}")
     recipe = import_module(f"kvshift.recipes.{name}.study").RECIPE
     notes = read_notes(Path(__file__).parent / name)
     return replace(recipe, notes=(*notes, *recipe.notes))

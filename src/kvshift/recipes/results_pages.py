@@ -147,7 +147,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     stale = [path for path, text in pages.items() if not (path.exists() and path.read_text() == text)]
     for path in stale:
-        print(f"{path} is not what {results} gives: run `make results` and commit what it changes", file=sys.stderr)
+        print(f"{path} does not match {results}: run `make results` and commit the changes", file=sys.stderr)
     return int(bool(stale))
 
 

@@ -81,7 +81,7 @@ def summary_page(results: Path, anchor: Callable[[Recipe, str], str]) -> str:
             continue
         ours = [claim for claim in found if claim.statement.startswith(main.statement)]
         if len(ours) != 1:
-            raise LabError(f"{main.recipe} {main.preset} must have one claim {main.statement!r} ..., has {len(ours)}")
+            raise LabError(f"{main.recipe} {main.preset} must have one claim {main.statement!r} ..., got {len(ours)}")
         seeds = str(len({record.seed for record in shown}))
         link = f"[{main.recipe}](results.md#{anchor(recipe, main.preset)})"
         rows.append((main.words, ours[0].ours, f"**{_WORDS[ours[0].direction]}**", seeds, link))

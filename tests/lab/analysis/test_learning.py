@@ -38,9 +38,9 @@ def test_steps_to_a_level(accuracy, level, expected):
         ([], [], 0.9, "at least one evaluation"),
         ([10, 20], [0.5, math.nan], 0.9, "accuracy must lie between 0 and 1"),
         ([10, 20], [5, 99], 0.9, "accuracy must lie between 0 and 1"),
-        ([20, 10], [0.5, 0.6], 0.9, "steps must grow"),
-        ([10], [0.5], 90, "level must lie above 0 and up to 1, got 90"),
-        ([10], [0.5], 0.0, "level must lie above 0 and up to 1, got 0"),
+        ([20, 10], [0.5, 0.6], 0.9, "steps must increase"),
+        ([10], [0.5], 90, "level must be above 0 and at most 1, got 90"),
+        ([10], [0.5], 0.0, "level must be above 0 and at most 1, got 0"),
     ],
 )
 def test_curves_that_make_no_sense(steps, accuracy, level, message):
@@ -91,8 +91,8 @@ def test_reach_from_curves():
     [
         ({}, {}, "at least one seed"),
         ({0: 1.0}, {1: 2.0}, "the same seeds"),
-        ({0: 0.0}, {0: 2.0}, "seed 0: steps must lie after 0"),
-        ({0: 3.0}, {0: 2.0}, "seed 0: steps must lie after 0 and within 2, got 3"),
+        ({0: 0.0}, {0: 2.0}, "seed 0: steps must be above 0"),
+        ({0: 3.0}, {0: 2.0}, "seed 0: steps must be above 0 and at most 2, got 3"),
     ],
 )
 def test_seeds_that_make_no_sense(steps, last_steps, message):
@@ -147,7 +147,7 @@ def test_what_cannot_be_ordered_is_undecided():
 
 
 def test_what_cannot_be_paired():
-    with pytest.raises(ValueError, match=r"of one level, got 0\.99 and 0\.9$"):
+    with pytest.raises(ValueError, match=r"the same level, got 0\.99 and 0\.9$"):
         compare_steps(reach(5), reach(5, level=0.9))
     with pytest.raises(ValueError, match="the same seeds"):
         compare_steps(reach(5), reach(5, 6))

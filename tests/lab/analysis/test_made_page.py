@@ -39,5 +39,5 @@ def test_a_made_page(
     for marker in (begin, *end):
         made.PAGE.write_text(committed.replace(marker, ""))
         assert made.main([]) == 1
-        assert f"{made.PAGE} has lost a marker: " in capsys.readouterr().err
+        assert f"{made.PAGE} must contain the line " in capsys.readouterr().err
     assert made.main(["--chekc"]) == 2

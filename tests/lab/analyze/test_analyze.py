@@ -218,7 +218,7 @@ def test_a_run_that_has_not_ended_stands_for_its_checkpoint(
     (checkpoint,) = task_run.glob("checkpoint-*")
     (run / checkpoint.name).symlink_to(checkpoint)
     analyze(AnalyzeConfig(run=run, rows=1, device="cpu"))
-    said = f"kvshift analyze: {run} has no final model yet: taking {checkpoint.name}\n"
+    said = f"kvshift analyze: {run} has no final model yet: using {checkpoint.name}\n"
     assert capsys.readouterr().err.count(said) == 1
 
 
@@ -228,8 +228,8 @@ def test_a_run_that_has_not_ended_stands_for_its_checkpoint(
         ({"maps": 0}, "maps must be 1 or more, got 0"),
         ({"rows": 0}, "rows must be 1 or more, got 0"),
         ({"length": 99}, "length must be 6 to 19 .*, got 99"),
-        ({"text": "x"}, "text must have 2 tokens or more, and at most 38; got 1"),
-        ({"text": "x " * 50}, "at most 38; got"),
+        ({"text": "x"}, "text must have 2 to 38 tokens, got 1"),
+        ({"text": "x " * 50}, "2 to 38 tokens, got 100"),
         ({"device": "abacus"}, "device must be"),
     ],
 )

@@ -81,7 +81,7 @@ def test_bad_input_is_named(llama, tmp_path, capsys):
     assert "T5Config" in refused(capsys, str(tmp_path / "t5"))
     name = str(llama)
     assert refused(capsys, name, "--length", "5") == "length must be 12 or more, got 5"
-    assert refused(capsys, name, "--length", "30").startswith("length must be at most 24 for a model of max_position_")
+    assert refused(capsys, name, "--length", "30").startswith("length must be at most 24 for a model with max_")
     assert refused(capsys, name, "--properties", "causalty").endswith("no property 'causalty'; did you mean causality?")
     assert refused(capsys, name, "--output", str(tmp_path / "no" / "x")).startswith("output must be a file in a folder")
     assert "fast" in refused(capsys, name, "--attn-implementation", "fast")

@@ -176,7 +176,7 @@ def test_once_finished_it_only_draws(tmp_path, children, unplotted, capsys):
     children.clear()
     compare(config_for(tmp_path / "out"))
     assert children == []
-    assert "finished before" in capsys.readouterr().err
+    assert "already finished" in capsys.readouterr().err
     assert (tmp_path / "out" / "report.html").read_bytes() == first
 
 
@@ -257,31 +257,31 @@ def test_what_changes_no_number_may_differ(tmp_path, children, undrawn):
         ({"sample_tokens": -5}, "sample_tokens must be 0 or more, got -5"),
         ({"temperature": -0.5}, r"temperature must be 0 or more, got -0\.5"),
         ({"prompt": ""}, "prompt must not be empty"),
-        ({"train": TrainConfig(out=Path("x"), overwrite=True)}, "overwrite is for kvshift train"),
-        ({"train": TrainConfig(out=Path("x"), extend=True)}, "extend is for kvshift train"),
+        ({"train": TrainConfig(out=Path("x"), overwrite=True)}, "overwrite is only for kvshift train"),
+        ({"train": TrainConfig(out=Path("x"), extend=True)}, "extend is only for kvshift train"),
         ({"train": TrainConfig(out=Path("x"), steps=0)}, "steps must be 1 or more, got 0"),
         ({"train": TrainConfig(out=Path("x"), model=ModelConfig(shift_targets=()))}, r"at least one of q, k, v"),
-        ({"variants": ("vanilla",)}, "variants must be two or more, each once, got vanilla"),
-        ({"variants": ("smear", "vanilla", "smear")}, "two or more, each once, got smear vanilla smear"),
+        ({"variants": ("vanilla",)}, "variants must be two or more different names, got vanilla"),
+        ({"variants": ("smear", "vanilla", "smear")}, "two or more different names, got smear vanilla smear"),
         ({"variants": ("vanilla", "kvshift")}, r"variants must be one of vanilla, kv-shift, .*, got 'kvshift'"),
-        ({"train": TrainConfig(out=Path("x"), model=ModelConfig(variant="smear"))}, r"model\.variant \(smear\) is for"),
+        ({"train": TrainConfig(out=Path("x"), model=ModelConfig(variant="smear"))}, r"model\.variant .* is only for"),
         (
             {"train": TrainConfig(out=Path("x"), init_from="llama"), "variants": ("vanilla", "smear")},
-            "variants names smear, but init_from starts vanilla and kv-shift alone",
+            "variants has smear, but only vanilla and KV-shift variants can start from init_from",
         ),
         (
             {
                 "train": TrainConfig(out=Path("x"), model=ModelConfig(shift_window=3)),
                 "variants": ("vanilla", "smear"),
             },
-            r"model\.shift_window is 3, which refines kv-shift, but variants are vanilla, smear",
+            r"model\.shift_window is 3, but applies to none of the variants vanilla, smear",
         ),
         (
             {
                 "train": TrainConfig(out=Path("x"), model=ModelConfig(shift_window=3)),
                 "variants": ("k-shift", "kv-shift-gate"),
             },
-            r"model\.shift_window is 3, which refines kv-shift, but variants are k-shift, kv-shift-gate",
+            r"model\.shift_window is 3, but applies to none of the variants k-shift, kv-shift-gate",
         ),
     ],
 )
@@ -341,5 +341,5 @@ def test_a_run_that_is_not_finished_is_waited_for(tmp_path, children, undrawn, c
         holder.stdout.readline()
         compare(config_for(tmp_path / "out"))
         assert holder.poll() is not None
-    assert "an earlier process still trains in" in capsys.readouterr().err
+    assert "an earlier process is still training in" in capsys.readouterr().err
     assert children == ["seed-0/vanilla", "seed-0/kvshift"]

@@ -66,5 +66,5 @@ def test_it_compares_them_and_remembers(tmp_path: Path) -> None:
 def test_beside_init_from_it_is_refused(tmp_path: Path) -> None:
     config = comparison(tmp_path / "out", equal_parameters=True, variants=("vanilla", "kv-shift"))
     config = replace(config, train=replace(config.train, init_from="llama"))
-    with pytest.raises(LabError, match="equal_parameters changes the width of the MLPs, and init_from has one"):
+    with pytest.raises(LabError, match="equal_parameters cannot be combined with init_from"):
         compare(config)

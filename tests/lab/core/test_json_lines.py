@@ -62,7 +62,7 @@ def test_of_lines_that_belong_together_none_is_left(tmp_path: Path, monkeypatch:
     disk = Disk(2 * len(LINE) + 3)
     file = JSONLines(tmp_path / "lines")
     file.append([RECORD])
-    with pytest.raises(RunFailedError, match="what was written before is kept"):
+    with pytest.raises(RunFailedError, match="everything written before is kept"):
         file.append([RECORD, RECORD])
     assert disk.getvalue() == LINE
 
@@ -162,7 +162,7 @@ def test_a_file_that_is_replaced_is_whole(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("kvshift.lab.core.atomic.os.fsync", full)
-    with pytest.raises(RunFailedError, match="No space left on device; what was written before is kept"):
+    with pytest.raises(RunFailedError, match="No space left on device; everything written before is kept"):
         write_lines(path, [RECORD])
     assert path.read_bytes() == LINE + '{"text": "naïve"}\n'.encode()
     assert [each.name for each in path.parent.iterdir()] == ["lines"]

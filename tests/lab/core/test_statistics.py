@@ -75,7 +75,7 @@ def test_arguments_that_make_no_sense():
         t_interval([1.0])
     with pytest.raises(ValueError, match="confidence must lie between 0 and 1, got 95"):
         t_interval([1.0, 2.0], confidence=95)
-    with pytest.raises(ValueError, match="as many values on both sides, got 2, 1, 2"):
+    with pytest.raises(ValueError, match="ours, theirs, weights must be equally long, got 2, 1, 2"):
         paired_difference([1.0, 2.0], [1.0], [1, 1])
 
 
@@ -133,7 +133,7 @@ def test_equal_twins_show_no_difference():
 def test_seeds_that_do_not_vary_are_no_evidence():
     found = verdict([-0.016, -0.016, -0.016])
     assert (found.outcome, found.low, found.high) == ("undecided", None, None)
-    assert "not separate runs" in found.text
+    assert "are not independent" in found.text
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,5 @@ def test_rank_correlation_by_hand():
 def test_no_order_to_compare():
     assert rank_correlation([1.0, 2.0], [1.0, 2.0]) is None
     assert rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None
-    with pytest.raises(ValueError, match="as many values on both sides, got 3 and 2"):
+    with pytest.raises(ValueError, match="ours and theirs must be equally long, got 3 and 2"):
         rank_correlation([1.0, 2.0, 3.0], [1.0, 2.0])

@@ -139,7 +139,7 @@ def test_file_that_went_away_is_named(folder):
         (b'"text"', "must be a JSON object, got str"),
         (
             b'{"title": "a", "body": "b"}',
-            "no text_column 'text'; there are: title, body: name the one that holds text, --data.text-column NAME",
+            "no text_column 'text'; there are: title, body: choose the one with the text by --data.text-column NAME",
         ),
         (b"{}", "no text_column 'text'; there are: none"),
         (b'{"text": 7}', "text_column 'text' must hold text, got int"),
@@ -168,7 +168,7 @@ def test_txt_that_is_not_utf8_is_named_with_the_byte(folder):
     [
         (
             "body",
-            "no text_column 'body'; there are: text, n, list: name the one that holds text, --data.text-column NAME",
+            "no text_column 'body'; there are: text, n, list: choose the one with the text by --data.text-column NAME",
         ),
         ("n", "text_column 'n' must hold text, got int64"),
         ("list", "text_column 'list' must hold text, got list"),
@@ -245,7 +245,7 @@ def test_key_that_stands_twice_is_refused_in_jsonl(folder, column, escape):
     files = find_files(str(path), "corpus")
 
     assert next(read_files(files, column)) == {"text": "a"}
-    assert complaint(path, column) == f"{path}, line 2: {column!r} stands twice in one object: rename one of them"
+    assert complaint(path, column) == f"{path}, line 2: {column!r} occurs twice in one object: rename one of them"
 
 
 def test_parquet_that_is_not_utf8_is_named(folder):
@@ -283,11 +283,11 @@ def test_glob_takes_what_matches_and_a_name_with_its_signs_the_file_of_that_name
         ("missing-*.txt", "no file matches"),
         (
             "empty",
-            "holds no file of a known format; known are .txt, .md, .jsonl, .json, .parquet.*; hidden names are left",
+            r"contains no file in a supported format \(.txt, .md, .jsonl, .json, .parquet.*\); hidden files are",
         ),
-        ("notes.rst", "is of no known format"),
-        ("notes.*", "is of no known format"),
-        ("corpus.txt.bz2", "is of no known format"),
+        ("notes.rst", "is not in a supported format"),
+        ("notes.*", "is not in a supported format"),
+        ("corpus.txt.bz2", "is not in a supported format"),
     ],
 )
 def test_nothing_to_read_is_refused_naming_the_option(folder, name, reason):
@@ -416,16 +416,16 @@ def test_json_may_hold_an_array_an_object_or_an_object_a_line(folder, name, inde
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'[{"text": "a"}, {"body": "b"}]', ", element 2: no text_column 'text'; there are: body: name the one"),
+        (b'[{"text": "a"}, {"body": "b"}]', ", element 2: no text_column 'text'; there are: body: choose the one"),
         (b'["a", 7]', ", element 2: text_column 'text' must hold text, got int"),
         (b'[["a"]]', ", element 1: text_column 'text' must hold text, got list"),
         (b'["a",\n"b"\n"c"]', ", line 3: not JSON: Expecting ',' delimiter at column 1"),
         (b'\n["a",\n"b\xff"]', ", line 3: not UTF-8: byte 2 of the line"),
-        (b'["a"]\n["b"]\n', ", line 2: a second JSON value: must be an object a line, or one array"),
-        (b'{\n"text": "a"\n}\n{\n"text": "b"\n}\n', ", line 4: a second JSON value: must be an object a line"),
+        (b'["a"]\n["b"]\n', ", line 2: a second JSON value: must be one object per line, or one array"),
+        (b'{\n"text": "a"\n}\n{\n"text": "b"\n}\n', ", line 4: a second JSON value: must be one object per line"),
         (b'["a", "b', ", line 1: not JSON: Unterminated string"),
         (rb'["a", "\ud800"]', ", element 2: half a surrogate pair at character 0"),
-        (b'[{"text": "a", "text": "b"}]', ": 'text' stands twice in one object"),
+        (b'[{"text": "a", "text": "b"}]', ": 'text' occurs twice in one object"),
         (b"[" * 100_000, ": JSON nested too deeply"),
         (b'{"data": [{"text": "a"}]}', ", line 1: no text_column 'text'; there are: data"),
         (b'{"text": ["a", "b"]}', ", line 1: text_column 'text' must hold text, got list"),
@@ -507,5 +507,5 @@ def test_option_that_chooses_the_column_is_the_commands_own(folder):
     (folder / "a.jsonl").write_bytes(jsonl({"body": "a"}))
     files = find_files(str(folder), "texts")
 
-    with pytest.raises(LabError, match=r"there are: body: name the one that holds text, --text-column NAME$"):
+    with pytest.raises(LabError, match=r"there are: body: choose the one with the text by --text-column NAME$"):
         list(read_pieces(files, "text", "--text-column"))

@@ -80,7 +80,7 @@ def test_the_hub_is_asked_once(asked: list[str], capsys: pytest.CaptureFixture[s
     assert main(["generate", "nobody/nothing", "--prompt", "a"]) == 2
     assert capsys.readouterr().err == (
         "kvshift generate: model: there is no folder nobody/nothing here, it is not in the hub's cache, and the hub "
-        "cannot be asked: [Errno -3] Temporary failure in name resolution\n"
+        "cannot be reached: [Errno -3] Temporary failure in name resolution\n"
     )
     with pytest.raises(LabError, match=r"^tokenizer: there is no folder nothing here, it is not in the hub's cache"):
         make_tokenizer(DataConfig(tokenizer="nothing"), iter(()), Path("tokenizer"))  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_a_model_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> 
         raise MissingError
 
     monkeypatch.setattr(HfApi, "model_info", model_info)
-    with pytest.raises(LabError, match="no folder nobody/nothing here, and the hub has no such model, or none"):
+    with pytest.raises(LabError, match="no folder nobody/nothing here, and the hub has no such model, or you"):
         hub.require_on_hub("nobody/nothing", "model")
 
 

@@ -116,7 +116,7 @@ def test_a_megabyte_without_white_space_is_learned_from_in_parts(capsys):
     """Training on it as one word would take many minutes."""
     tokenizer = train_bpe(iter(["to be", "a" * 2**20, "a" * 2**20]), 331)
     assert 512 <= max(map(len, tokenizer.get_vocab())) <= 1024
-    said = "tokenizer: the text has a word of 1,048,576 characters; such words are learned from in parts\n"
+    said = "tokenizer: the text has a word of 1,048,576 characters; such words are split to train on\n"
     assert capsys.readouterr().err == said
 
 

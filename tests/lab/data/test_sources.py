@@ -187,9 +187,9 @@ def test_fault_of_a_file_keeps_its_message_through_the_cache(folder):
         ({"corpus": "missing-*.txt"}, "no file matches: missing-"),
         (
             {"hub_config": "sample-10BT"},
-            "hub_config is for hub datasets; got 'sample-10BT' with corpus tiny",
+            "hub_config is only for hub datasets, got 'sample-10BT' with corpus tiny",
         ),
-        ({"split": "test"}, "split is for hub datasets; got 'test'"),
+        ({"split": "test"}, "split is only for hub datasets, got 'test'"),
         ({"validation": "missing.txt"}, "validation: no such file or folder"),
     ],
 )
@@ -263,7 +263,7 @@ def test_split_for_both_training_and_validation_is_refused(hub, validation):
     [
         ({"text_column": "body"}, "owner/name, split train: no text_column 'body'; there are: text, id"),
         ({"text_column": "id"}, "owner/name, split train: text_column 'id' must hold text, got Value"),
-        ({"split": "test"}, "'owner/name' is no file or folder here, and loading it from the hub failed: .*test"),
+        ({"split": "test"}, "'owner/name' is not a file or folder here, and loading it from the hub failed: .*test"),
         ({"validation": "test"}, "loading it from the hub failed: .*test"),
     ],
 )
@@ -276,10 +276,10 @@ def test_missing_column_names_the_option_of_the_command(hub):
     for corpus in ("owner/name", str(hub.folder)):
         config = DataConfig(corpus=corpus, text_column="body")
         with pytest.raises(
-            LabError, match=r"there are: text, id: name the one that holds text, --data\.text-column NAME"
+            LabError, match=r"there are: text, id: choose the one with the text by --data\.text-column NAME"
         ):
             load_documents(config)
-        with pytest.raises(LabError, match=r"there are: text, id: name the one that holds text, --text-column NAME"):
+        with pytest.raises(LabError, match=r"there are: text, id: choose the one with the text by --text-column NAME"):
             list(sources.read_text(config, "texts"))
 
 
@@ -291,7 +291,7 @@ def test_chats_of_a_hub_dataset_come_with_the_command_that_converts_them(hub, tm
     ]
     (hub.folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (hub.folder / "validation.jsonl").unlink()
-    with pytest.raises(LabError, match="'messages' holds chats, to make each a text: ") as error:
+    with pytest.raises(LabError, match="'messages' contains chats; to convert each to a text: ") as error:
         load(corpus="owner/name", text_column=column, streaming=streaming)
 
     message = str(error.value)
@@ -326,7 +326,9 @@ def test_hub_dataset_with_every_type_of_text(hub, kind, streaming, monkeypatch):
 
 
 def test_hub_dataset_that_cannot_be_reached_is_named():
-    with pytest.raises(LabError, match="'owner/no-such' is no file or folder here, and loading it from the hub failed"):
+    with pytest.raises(
+        LabError, match="'owner/no-such' is not a file or folder here, and loading it from the hub failed"
+    ):
         load_documents(DataConfig(corpus="owner/no-such"))
 
 

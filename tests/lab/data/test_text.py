@@ -212,20 +212,20 @@ def test_size_of_a_bpe_that_is_not_trained_does_not_matter(tmp_path, folder):
 )
 def test_empty_corpus_is_refused(tmp_path, folder, name, content, streaming):
     (folder / name).write_text(content)
-    with pytest.raises(LabError, match=r"holds no text for training.*documents of white space alone do not count"):
+    with pytest.raises(LabError, match=r"contains no text for training.*documents of only whitespace do not count"):
         load(tmp_path, corpus=str(folder / name), streaming=streaming)
 
 
 def test_empty_validation_is_refused(tmp_path, folder):
     corpus = write_documents(folder / "a.jsonl", 31)
     (folder / "b.txt").write_text("")
-    with pytest.raises(LabError, match=r"b\.txt holds no text for validation;"):
+    with pytest.raises(LabError, match=r"b\.txt contains no text for validation;"):
         load(tmp_path, corpus=corpus, validation=str(folder / "b.txt"))
 
 
 def test_stream_with_no_more_than_its_validation_is_refused(tmp_path, folder):
     corpus = write_documents(folder / "a.jsonl", 31)
-    with pytest.raises(LabError, match=r"no text for training beside the first 1000 documents.*give validation"):
+    with pytest.raises(LabError, match=r"no text for training after the first 1000 documents.*give validation"):
         load(tmp_path, corpus=corpus, streaming=True)
 
 

@@ -132,9 +132,9 @@ def test_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vocab_size": 283}, "made with vocab_size 293, this run asks for 283"),
-        ({"corpus": "other.txt"}, "made with corpus 'tinyshakespeare', this run asks for 'other.txt'"),
-        ({"tokenizer": "mine"}, "this run asks for"),
+        ({"vocab_size": 283}, "made with vocab_size 293, but this run has 283"),
+        ({"corpus": "other.txt"}, "made with corpus 'tinyshakespeare', but this run has 'other.txt'"),
+        ({"tokenizer": "mine"}, "but this run has"),
     ],
 )
 def test_folder_with_a_tokenizer_made_otherwise_is_refused(tmp_path, change, message):

@@ -223,7 +223,10 @@ def test_a_file_of_answers_that_is_none_or_in_use(shifted, mini, tmp_path):
     with pytest.raises(LabError, match=r"output: .*eval\.answers\.jsonl:1 was not written by this command"):
         evaluated(shifted, mini, tmp_path / "eval.json")
     path.unlink()
-    with open_answer_cache(tmp_path / "eval.json"), pytest.raises(FolderInUseError, match="another process writes to"):
+    with (
+        open_answer_cache(tmp_path / "eval.json"),
+        pytest.raises(FolderInUseError, match="another process is writing to"),
+    ):
         evaluated(shifted, mini, tmp_path / "eval.json")
 
 
@@ -285,7 +288,7 @@ def test_the_paper_s_tasks_of_two_models(shifted, plain, mini, tmp_path, capsys)
     assert [line.split()[0] for line in lines[1:9]] == list(PAPER)
     assert lines[9].startswith("average of the eight")
     assert lines[11] == f"{shifted} minus {plain}, percentage points"
-    assert lines[-1] == f"percent right, ± one standard error; questions from {mini}"
+    assert lines[-1] == f"percent correct, ± one standard error; questions from {mini}"
 
 
 def test_prompts_that_are_too_long_are_said(model_folder, mini, capsys):
@@ -293,7 +296,7 @@ def test_prompts_that_are_too_long_are_said(model_folder, mini, capsys):
     assert found["mmlu"]["shots"] < 5
     assert found["lambada"]["cut"] == 0
     said = capsys.readouterr().err
-    assert "kvshift eval: mmlu: 4 of 4 prompts lost examples, to fit into 64 tokens; " in said
+    assert "kvshift eval: mmlu: to fit into 64 tokens, 4 of 4 prompts got fewer examples, and " in said
     assert "lambada: " not in said.replace(f"{model_folder}: lambada", "")
 
 
@@ -303,7 +306,7 @@ def test_prompts_that_are_too_long_are_said(model_folder, mini, capsys):
         ({"tasks": ("mmul",)}, r"tasks: there is no 'mmul'; did you mean mmlu\?"),
         ({"data": "/absent"}, "data must be a folder or hub; there is no folder /absent"),
         ({"texts": ("held_out.txt",)}, r"FILE and --tasks cannot be combined, got FILE held_out\.txt"),
-        ({"repetition": True}, "repetition must not be given together with tasks"),
+        ({"repetition": True}, "--repetition and --tasks cannot be combined"),
         ({"limit": 0}, "limit must be 1 or more, or None, got 0"),
         ({"stride": 7}, "stride has no effect with tasks: leave it out"),
         ({"begin": "yes"}, "begin has no effect with tasks: leave it out"),
@@ -325,12 +328,12 @@ def test_a_second_model_that_is_not_there(shifted, mini, monkeypatch):
 
 
 def test_what_a_model_is_not_made_for(shifted, model_folder, mini, tmp_path):
-    with pytest.raises(LabError, match=r"window must be at most 256, which .*shifted is made for, got 257"):
+    with pytest.raises(LabError, match=r"window must be at most 256, the longest context of .*shifted, got 257"):
         evaluated(shifted, mini, window=257)
     folder = write_benchmarks(tmp_path)
     path = folder / "lambada" / "lambada_openai.jsonl"
     path.write_text(json.dumps({"context": "to be", "continuation": "x" * 65}))
-    with pytest.raises(LabError, match="tasks: lambada has an answer longer than the 64 tokens that the model sees"):
+    with pytest.raises(LabError, match="tasks: lambada has an answer longer than the model's window of 64 tokens"):
         evaluated(model_folder, folder, tasks=("lambada",))
 
 

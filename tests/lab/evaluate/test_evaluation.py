@@ -221,7 +221,7 @@ def test_models_with_other_tokenizers_are_compared_by_bytes(model_folder, gpt2_f
     assert pair["loss"] is None
     assert pair["bits_per_byte"]["blocks"] == len(documents)
     printed = capsys.readouterr().out
-    assert "Models with different tokenizers are compared by bits per byte alone." in printed
+    assert "Models with different tokenizers are compared only by bits per byte." in printed
 
 
 def test_the_page_names_what_the_output_holds(model_folder, llama_folder, documents, tmp_path):
@@ -242,7 +242,9 @@ def test_the_table(model_folder, llama_folder, documents, tmp_path, capsys):
     assert re.fullmatch(rf"{model_folder} +\d+\.\d{{4}} ± 0\.\d{{4}} +\d+.* [\d,]+ +[\d,]+", printed[1])
     assert printed[5].startswith(f"{model_folder} minus {llama_folder}  ")
     assert re.search(r"  [+-]\d+\.\d{4} ± 0\.\d{4}  [+-]\d\.\d{4} to [+-]\d\.\d{4}  ", printed[5])
-    assert printed[7].startswith("documents apart; windows of 64 tokens, one every 63; ± is one standard error over 13")
+    assert printed[7].startswith(
+        "documents scored separately; windows of 64 tokens, one every 63; ± is one standard error over 13"
+    )
 
 
 def test_long_documents_are_blocks_whichever_the_tokenizer(model_folder, gpt2_folder, tmp_path, monkeypatch):
@@ -264,7 +266,7 @@ def test_one_block_has_no_error(model_folder, tmp_path, capsys):
     found = evaluated(model_folder, tmp_path, model_folder)
     assert found["models"][0]["loss_stderr"] is None
     assert found["differences"][0]["loss"]["low"] is None
-    assert "±" not in capsys.readouterr().out.split("documents apart")[0]
+    assert "±" not in capsys.readouterr().out.split("documents scored")[0]
 
 
 class NoModel:
@@ -305,17 +307,17 @@ def test_memory_does_not_grow_with_the_text(form, model_folder, tmp_path, monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"texts": ()}, r"FILE is missing, the text to evaluate on: kvshift eval MODEL FILE"),
+        ({"texts": ()}, r"FILE is missing: give a text to evaluate on \(kvshift eval MODEL FILE"),
         ({"window": 1}, "window must be 2 or more, or None, got 1"),
-        ({"window": 65}, r"window must be at most 64, which .*model is made for, got 65"),
-        ({"window": 9, "stride": 10}, r"stride must be at most window \(9\), or text .* is left out; got 10"),
+        ({"window": 65}, r"window must be at most 64, the longest context of .*model, got 65"),
+        ({"window": 9, "stride": 10}, r"stride must be at most window \(9\), so that no text is skipped .*; got 10"),
         ({"stride": 0}, "stride must be 1 or more, or None, got 0"),
         ({"batch_size": 0}, "batch_size must be 1 or more, got 0"),
         ({"texts": ("absent.txt",)}, r"texts: 'absent.txt' is neither a bundled corpus"),
         ({"output": Path("absent/eval.json")}, "output must be a file in a folder that exists"),
         ({"against": ("./absent",)}, r"model: there is no folder \./absent"),
         ({"device": "gpu"}, "device must be auto, cpu, or an accelerator of this machine; got 'gpu'"),
-        ({"split": "test"}, r"split is for hub datasets; got 'test'"),
+        ({"split": "test"}, r"split is only for hub datasets, got 'test'"),
     ],
     ids=str,
 )
@@ -329,8 +331,8 @@ def test_what_is_refused(options, message, model_folder, documents, tmp_path, mo
 def test_texts_that_cannot_be_scored(model_folder, tmp_path, monkeypatch):
     path = tmp_path / "held_out.txt"
     for content, message in (
-        (b"", "holds no text; documents of white space alone do not count"),
-        (b" \n\t", "holds no text"),
+        (b"", "contains no text; documents of only whitespace do not count"),
+        (b" \n\t", "contains no text"),
         (b"to be \xff", r"held_out\.txt: not UTF-8: byte 6 is 0xff"),
         (b"t", "there is no token to score for .*: every sequence is a single token"),
     ):

@@ -114,7 +114,7 @@ def test_the_error_of_distinct_is_the_jackknife_s(n):
 def test_what_cannot_be_counted():
     with pytest.raises(ValueError, match="n must be 1 or more, got 0"):
         rep([1, 2], 0)
-    with pytest.raises(ValueError, match="pairs need as many continuations on both sides, got 2 and 1"):
+    with pytest.raises(ValueError, match="ours and theirs must have the same number of continuations, got 2 and 1"):
         distinct_difference([[1], [2]], [[1]], 1)
 
 
@@ -289,10 +289,10 @@ def test_a_stopped_command_continues_the_rest_alone(model_folder, llama_folder, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"texts": ()}, "FILE is missing, the text to evaluate on"),
+        ({"texts": ()}, "FILE is missing: give a text to evaluate on"),
         (
             {"prompt_tokens": 48},
-            r"prompt_tokens and max_new_tokens must together be at most 64, which .*; got 48 and 17",
+            r"prompt_tokens \+ max_new_tokens must be at most 64, the longest context of .*, got 48 \+ 17",
         ),
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
         ({"temperature": 0.0}, r"temperature must be more than 0, got 0\.0"),
@@ -311,15 +311,23 @@ def test_what_is_refused(options, message, model_folder, text, monkeypatch):
         evaluate(EvalConfig(**given))
 
 
+def test_a_beginning_of_text_token_takes_a_place(model_folder, text):
+    config = EvalConfig(model=str(model_folder), texts=(str(text),), prompt_tokens=48, max_new_tokens=16)
+    model = continuations.prepare(str(model_folder), config)
+    continuations._check([model], config)
+    with pytest.raises(LabError, match=r"must be at most 63, the longest context of .* without the beginning-of-text"):
+        continuations._check([model._replace(begin=0)], config)
+
+
 def test_other_tokenizers_and_texts_that_are_too_short(model_folder, gpt2_folder, text, tmp_path):
     with pytest.raises(
-        LabError, match=r"against: .*gpt2 has another tokenizer than .*; repetition is counted in tokens"
+        LabError, match=r"against: .*gpt2 and .* must have the same tokenizer, because repetition is counted"
     ):
         measured(model_folder, text, gpt2_folder)
     short = tmp_path / "short.txt"
     short.write_text("to be or not")
     with pytest.raises(
-        LabError, match=r"texts: no document of .*short\.txt has the 22 tokens of prompt and continuation"
+        LabError, match=r"texts: no document of .*short\.txt has 22 tokens, the length of a prompt with its"
     ):
         measured(model_folder, short)
 

@@ -38,7 +38,7 @@ def test_a_tokenizer_that_the_page_cannot_compute(tmp_path: Path, capsys: pytest
     model = with_tokenizer(tmp_path / "model")
     path = model / "tokenizer.json"
     path.write_text(path.read_text(encoding="utf-8").replace('"dropout": null', '"dropout": 0.5'), encoding="utf-8")
-    assert f"that of {model} has a BPE with dropout" in refused(capsys, tmp_path, model)
+    assert f"the one of {model} has a BPE with dropout" in refused(capsys, tmp_path, model)
 
 
 def test_a_model_that_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -62,28 +62,28 @@ def test_more_than_a_page_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture
     monkeypatch.setattr(exploring, "_MOST", 1e4)
     message = refused(capsys, tmp_path, model)
     assert "in the browser" in message.splitlines()[0]  # printed before the refusal
-    assert "more than a page can hold" in message
+    assert "the weights must take at most" in message
 
 
 def test_too_little_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     model = with_tokenizer(tmp_path / "model")
     monkeypatch.setattr(exploring, "_LARGE", 1e3)
     monkeypatch.setattr(exploring, "_COPIES", 1e12)
-    assert "there is too little memory" in refused(capsys, tmp_path, model)
+    assert "not enough memory" in refused(capsys, tmp_path, model)
 
 
 def test_the_explanation_needs_its_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one = with_tokenizer(tmp_path / "one", num_hidden_layers=1)
-    assert "give two models" in refused(capsys, tmp_path, one, "--explain")
+    assert "explain needs two models" in refused(capsys, tmp_path, one, "--explain")
     message = refused(capsys, tmp_path, one, one, "--explain")
-    assert "got 1 layers with shift and 1 layers with shift" in message
+    assert "got 1 layer with shift and 1 layer with shift" in message
 
 
 def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "models must be one or two" in refused(capsys, tmp_path, "a", "b", "c")
     assert "port must be between" in refused(capsys, tmp_path, "a", "--port", "70000")
-    assert "give one or two, or --open and a folder that holds a page" in refused(capsys, tmp_path, "--open")
+    assert "give one or two, or --open with the folder of an existing page" in refused(capsys, tmp_path, "--open")
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "mine").touch()
     assert main(["explore", "a", "--out", str(tmp_path / "page")]) == 2
-    assert "out must be a folder that is not there yet, or is empty" in capsys.readouterr().err
+    assert "out must be a new or empty folder, but" in capsys.readouterr().err

@@ -124,7 +124,7 @@ def test_two_hundred_strings(name: str, tmp_path: Path):
                     [pre_tokenizers.Split(Regex(r"\p{L}++"), "isolated"), pre_tokenizers.ByteLevel()]
                 ),
             ),
-            "which JavaScript reads otherwise",
+            "which JavaScript interprets differently",
         ),
         (
             lambda t: setattr(
@@ -143,7 +143,7 @@ def test_two_hundred_strings(name: str, tmp_path: Path):
 def test_what_the_page_cannot_compute_is_named(change: Any, named: str):
     tokenizer = byte_level()
     change(tokenizer.backend_tokenizer)
-    with pytest.raises(LabError, match="tokenizer: that of runs/mine has ") as raised:
+    with pytest.raises(LabError, match="tokenizer: the one of runs/mine has ") as raised:
         tokenizer_json(tokenizer, "runs/mine")
     assert named in str(raised.value)
 

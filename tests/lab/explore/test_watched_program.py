@@ -67,5 +67,5 @@ def test_the_program_computes_what_the_model_does(inside: bool, tmp_path: Path, 
     assert check_explorer_program(watched, tmp_path / "model.onnx", prompts) < 1e-4
     with torch.no_grad():
         watched.model.lm_head.weight.neg_()
-    with pytest.raises(RunFailedError, match="by the program"):
+    with pytest.raises(RunFailedError, match="in the exported program"):
         check_explorer_program(watched, tmp_path / "model.onnx", prompts)

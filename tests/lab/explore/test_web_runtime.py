@@ -45,11 +45,11 @@ def test_offline(archive: str, tmp_path: Path):
 def test_other_bytes(archive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = web_runtime.runtime_folder(lambda text: None, archive)
     (folder / "a.mjs").write_bytes(b"other")
-    with pytest.raises(LabError, match=r"a\.mjs has the SHA-256"):
+    with pytest.raises(LabError, match=r"the SHA-256 of a\.mjs must be"):
         web_runtime.copy_runtime(folder, tmp_path / "copy")
     (folder / "a.mjs").unlink()
     monkeypatch.setattr(web_runtime, "FILES", {"a.mjs": "0"})
-    with pytest.raises(LabError, match=r"a\.mjs has the SHA-256"):
+    with pytest.raises(LabError, match=r"the SHA-256 of a\.mjs must be"):
         web_runtime.runtime_folder(lambda text: None, archive)
     assert not (folder / "a.mjs").exists()
 

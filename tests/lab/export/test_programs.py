@@ -132,7 +132,7 @@ class TestExported:
     def test_the_command(self, exported: Exported):
         form = exported.form
         assert f"holds a KVShiftLlamaForCausalLM as prefill.{form} and decode.{form}" in exported.said
-        assert "on 4 prompts, alone and padded on the left, they give the tokens" in exported.said
+        assert "on 4 prompts, single and left-padded, the greedy tokens equal those of " in exported.said
         files = {path.name for path in exported.folder.iterdir()}
         assert {f"prefill.{form}", f"decode.{form}", "tokenizer.json", "generation_config.json"} <= files
 
@@ -181,7 +181,7 @@ class TestExported:
         other = deepcopy(exported.model)
         with torch.no_grad():
             other.model.layers[0].self_attn.v_proj.weight.neg_()
-        with pytest.raises(RunFailedError, match=r"by the programs, .*prompt 0"):
+        with pytest.raises(RunFailedError, match=r"in the exported programs, .*prompt 0"):
             check_programs(exported.folder, exported.form, prompts, compute(other, prompts))
 
     def test_what_the_page_says(self, exported: Exported, monkeypatch: pytest.MonkeyPatch):

@@ -228,7 +228,7 @@ def test_the_command(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert main(["export", str(saved), str(out), "--remote-code"]) == 0
     said = capsys.readouterr().err
     assert f"holds a KVShiftLlamaForCausalLM and its code, {FILE} of" in said
-    assert "on 4 prompts, alone, padded on the left and packed, it computes without kvshift" in said
+    assert "on 4 prompts, single, left-padded and packed, its logits without kvshift" in said
     assert list(out.parent.iterdir()) == [out]
     assert {FILE, "config.json", "tokenizer.json", "model.safetensors"} <= {path.name for path in out.iterdir()}
     report = tmp_path / "report.json"
@@ -255,7 +255,7 @@ def test_a_file_that_computes_something_else_is_found(saved: Path, exported: Pat
     assert text.count(right) == 1
     code.write_text(text.replace(right, ""))
     prompts = outside.prompts()
-    with pytest.raises(RunFailedError, match="prompt 0 continued otherwise"):
+    with pytest.raises(RunFailedError, match="the continuation of prompt 0 differed from the model's"):
         check_folder(folder, prompts, compute(model, prompts))
 
 

@@ -183,7 +183,7 @@ def test_a_full_disk(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
             raise problem
 
     monkeypatch.setattr("kvshift.lab.core.json_lines.os.fsync", fsync)
-    with pytest.raises(LabError, match=r"No space left on device; its 3 lines are whole") as error:
+    with pytest.raises(LabError, match=r"No space left on device; its 3 lines are complete") as error:
         generate(config)
     assert error.value.exit_code == 3
     assert len(lines(config.output)) == 3
@@ -224,7 +224,7 @@ def test_a_disk_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if fault != "close":
             monkeypatch.setattr("kvshift.lab.core.json_lines.os.fsync", full)
             opened[0].failing = True
-            with pytest.raises(LabError, match="full; its 1 lines are whole"):
+            with pytest.raises(LabError, match="full; its 1 lines are complete"):
                 answers.append([record | {"index": 1, "prompt": "b"}])
     monkeypatch.undo()
     assert path.read_text().startswith(json.dumps(record) + "\n")
@@ -265,17 +265,17 @@ def test_blank_lines_of_a_json_file_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', r"p\.jsonl:2: no JSON: "),
-        ("p.jsonl", b'{"prompt": "a"}\n\n{"prompt": "b"\n', r"p\.jsonl:3: no JSON: "),
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', r"p\.jsonl:2: not JSON: "),
+        ("p.jsonl", b'{"prompt": "a"}\n\n{"prompt": "b"\n', r"p\.jsonl:3: not JSON: "),
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', r"p\.jsonl:2 is not UTF-8: .* half a .*, U\+D83D"),
-        ("p.jsonl", b"[" * 100_000, r"p\.jsonl:1: no JSON: .*recursion"),
+        ("p.jsonl", b"[" * 100_000, r"p\.jsonl:1: not JSON: .*recursion"),
         ("p.txt", b"\n \n", r"p\.txt is empty"),
         ("p.jsonl", b'{"text": "a"}\n', r'p\.jsonl:1: expected an object with a string "prompt", got {"text": "a"}'),
         ("p.jsonl", b'["a"]', r'p\.jsonl:1: expected an object with a string "prompt"'),
         ("p.jsonl", b'{"prompt": 3}', r'p\.jsonl:1: expected an object with a string "prompt"'),
         ("p.txt", b"", r"p\.txt is empty"),
         ("p.txt", b"caf\xe9", r"p\.txt cannot be read: .* position 3"),
-        ("p.csv", b"a", r"prompts must be a \.txt .* or \.jsonl .* file, got .*p\.csv"),
+        ("p.csv", b"a", r"prompts must be a \.txt file .* or a \.jsonl file .*, got .*p\.csv"),
     ],
 )
 def test_bad_prompt_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:

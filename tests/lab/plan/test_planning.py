@@ -243,11 +243,11 @@ def test_batch_and_step(options: dict[str, Any], rows: int, tokens: int) -> None
         ({"steps": 7}, r"steps \(7\) and tokens \(44800\) cannot both be given"),
         (
             {"tokens_per_step": 1000},
-            r"tokens_per_step is 1000, .* 448 = batch_size 7 x data.sequence_length 64 x 1 device",
+            r"multiple of 448 = batch_size 7 x data.sequence_length 64 x 1 device\(s\), got 1000",
         ),
         (
             {"tokens_per_step": 1000, "batch_size": None},
-            r"no whole multiple of 64 = data.sequence_length 64 x 1 device",
+            r"multiple of 64 = data.sequence_length 64 x 1 device\(s\), got 1000",
         ),
         ({"model": ModelConfig(), "tokens_per_second": 1e4}, r"tokens_per_second \(10000\) .* one model"),
         ({"model": ModelConfig(config=Path("absent.json"))}, r"model.config: absent.json cannot be read"),
@@ -273,7 +273,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--model.hidden-size", "128", "--model.shift-targets", "k", "--batch-size", "16", "--tokens", "1228800"]
     assert main(["plan", *shape, "--tokens-per-second", "20480", "--memory", "16", "--price-per-hour", "30"]) == 0
     head, models, memory, run = capsys.readouterr().out.split("\n\n")
-    assert head == "devices: 1; 16 GiB each; AdamW, bf16; 20,480 tokens/s as measured; 30 an hour for each"
+    assert head == "devices: 1; 16 GiB each; AdamW, bf16; 20,480 tokens/s as measured; 30 per device-hour"
     assert models.splitlines()[-1].split()[:5] == ["as", "given", "0.664", "0.402", "16"]
     # Each number stands below its heading, and each heading above its unit.
     top, units, values = run.splitlines()

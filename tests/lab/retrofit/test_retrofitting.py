@@ -58,9 +58,9 @@ def test_a_folder_in_a_folder_out(qwen2: Path, tmp_path: Path, capsys: pytest.Ca
     arguments = [str(qwen2), str(out), "--shift-targets", "q", "k", "v", "--shift-window", "3"]
     assert main(["retrofit", *arguments]) == 0
     said = capsys.readouterr().err
-    assert "a KVShiftQwen2ForCausalLM, with 90 coefficients" in said
-    assert "on 4 prompts of" in said
-    assert "to the bit" in said
+    assert "a KVShiftQwen2ForCausalLM with 90 coefficients" in said
+    assert "on 4 prompts with" in said
+    assert "bitwise equal" in said
     assert list(out.parent.iterdir()) == [out]
 
     plain = AutoModelForCausalLM.from_pretrained(qwen2)
@@ -160,7 +160,7 @@ def test_a_gguf_file_is_no_folder(tmp_path: Path):
 
 def test_a_folder_that_holds_something_stays(qwen2: Path, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(LabError, match="out must be a folder that is not there yet, or is empty"):
+    with pytest.raises(LabError, match="out must be a new or empty folder, but"):
         retrofit(RetrofitOptions(model=str(qwen2), out=tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -182,7 +182,7 @@ def test_a_model_that_computes_something_else_is_not_kept(qwen2: Path, tmp_path:
 
     retrofitted = retrofitting.add_kv_shift
     monkeypatch.setattr(retrofitting, "add_kv_shift", add)
-    with pytest.raises(RunFailedError, match="computes something else for 'The capital of France is'"):
+    with pytest.raises(RunFailedError, match="has different outputs for 'The capital of France is'"):
         retrofit(RetrofitOptions(model=str(qwen2), out=tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 
@@ -216,6 +216,6 @@ def test_a_model_that_computes_what_is_not_finite_is_said_so(
         return loaded
 
     monkeypatch.setattr(retrofitting, "load_as_saved", with_large_weights)
-    with pytest.raises(RunFailedError, match="itself computes logits that are not finite"):
+    with pytest.raises(RunFailedError, match=r"the logits of .* are not finite"):
         retrofit(RetrofitOptions(model=str(qwen2), out=tmp_path / "out"))
     assert not [*tmp_path.iterdir()]

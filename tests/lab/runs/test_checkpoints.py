@@ -26,7 +26,7 @@ def flip(path: Path) -> None:
     ("spoil", "said"),
     [
         (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors has .* bytes instead of"),
-        (lambda folder: flip(folder / "optimizer.pt"), "the bytes of optimizer.pt have changed"),
+        (lambda folder: flip(folder / "optimizer.pt"), "the content of optimizer.pt has changed"),
         (lambda folder: (folder / "rng_state.pth").unlink(), "rng_state.pth is missing"),
         (lambda folder: truncate(folder / "manifest.json"), "manifest.json .* cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json .* cannot be read"),

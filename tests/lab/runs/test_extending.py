@@ -63,9 +63,7 @@ def test_a_schedule_that_ends_with_the_run_is_extended_when_asked(corpus, tmp_pa
     config = at(tiny(corpus, tmp_path / "run", steps=8), schedule="cosine", warmup_steps=2, min_lr_ratio=0.1)
     train(config)
     recorded = options_of(config.out)
-    said = (
-        r"begun with 8 steps; begun with 16, its schedule \(cosine\) would have had other learning rates before step 8"
-    )
+    said = r"started with 8 steps; with 16, its schedule \(cosine\) would have had other learning rates before step 8"
     with pytest.raises(LabError, match=said):
         train(replace(config, steps=16))
     assert options_of(config.out) == recorded
@@ -106,7 +104,7 @@ def test_without_a_checkpoint_a_finished_run_is_not_begun_anew(finished, corpus,
     out = copied(finished, tmp_path, without=())
     for folder in out.glob("checkpoint-*"):
         shutil.rmtree(folder)
-    with pytest.raises(LabError, match="has finished 12 steps and holds no whole checkpoint"):
+    with pytest.raises(LabError, match="has finished its 12 steps and has no complete checkpoint"):
         train(tiny(corpus, out, steps=20))
     assert (out / "result.json").exists()
 

@@ -117,13 +117,13 @@ def test_a_file_system_that_takes_no_file_is_said_so(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("thesis.tex", "...", r"is not empty and holds no run \(thesis\.tex"),
-        ("tokenizer/tokenizer.json", "{}", r"is not empty and holds no run \(tokenizer"),
-        ("environment.json", '{"HOME": "/"}', r"environment\.json is not that of a run"),
-        ("config.json", '{"model_type": "llama"}', r"config\.json is not that of a run"),
+        ("thesis.tex", "...", r"is not empty and contains no run \(thesis\.tex"),
+        ("tokenizer/tokenizer.json", "{}", r"is not empty and contains no run \(tokenizer"),
+        ("environment.json", '{"HOME": "/"}', r"environment\.json does not belong to a run"),
+        ("config.json", '{"model_type": "llama"}', r"config\.json does not belong to a run"),
         ("config.json", "{", r"config\.json cannot be read"),
-        ("config.json", "[]", r"config\.json must hold a JSON object, got list"),
-        ("environment.json", "3", r"environment\.json must hold a JSON object, got int"),
+        ("config.json", "[]", r"config\.json must contain a JSON object, got list"),
+        ("environment.json", "3", r"environment\.json must contain a JSON object, got int"),
     ],
     ids=str,
 )
@@ -196,10 +196,10 @@ def test_a_damaged_line_is_named_and_the_others_stay(finished, corpus, tmp_path,
         ("[1]", "not a JSON object"),
         ("5", "not a JSON object"),
         ('{"kind": "ev', "not a JSON object"),
-        ('{"kind": "eval"}', "without a valid step"),
-        ('{"kind": 1, "step": "2"}', "without a valid kind and step"),
-        ('{"kind": "train", "step": 1}', "without a valid seconds"),
-        ('{"kind": "train", "step": 1, "seconds": null}', "without a valid seconds"),
+        ('{"kind": "eval"}', "no valid step"),
+        ('{"kind": 1, "step": "2"}', "no valid kind and step"),
+        ('{"kind": "train", "step": 1}', "no valid seconds"),
+        ('{"kind": "train", "step": 1, "seconds": null}', "no valid seconds"),
     ],
 )
 def test_lines_that_are_no_records(tmp_path, line, problem):
@@ -209,8 +209,8 @@ def test_lines_that_are_no_records(tmp_path, line, problem):
     with closing(Metrics(path, up_to_step=2, say=said.append)):
         assert [record["step"] for record in read_metrics(path, "eval")] == [1, 2]
     path.write_text(text)
-    assert said == [f"{path}: line 2 is damaged, {problem}; only this line is left out"]
-    with pytest.raises(LabError, match=f"line 2 is damaged, {problem}; remove or fix it"):
+    assert said == [f"{path}: line 2 is damaged ({problem}); only this line is left out"]
+    with pytest.raises(LabError, match=rf"line 2 is damaged \({problem}\); remove or fix it"):
         read_metrics(path, "eval")
 
 

@@ -46,7 +46,7 @@ def test_a_run_stands_for_its_newest_checkpoint_and_then_its_model(run_folder: P
     tokens = str(run_folder / "tokenizer")
     where, notes = said(run_folder)
     assert where == (str(run_folder / "checkpoint-100"), tokens)
-    assert notes == [f"{run_folder} has no final model yet: taking checkpoint-100"]
+    assert notes == [f"{run_folder} has no final model yet: using checkpoint-100"]
     (run_folder / "checkpoint-100" / "manifest.json").unlink()  # still being written
     assert said(run_folder)[0][0] == str(run_folder / "checkpoint-20")
     weights = run_folder / "checkpoint-20" / "model.safetensors"
@@ -61,19 +61,19 @@ def test_generate_from_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixt
     assert main(["generate", str(run_folder), "--prompt", "to be", "--max-new-tokens", "3"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("to be")
-    assert printed.err == f"kvshift generate: {run_folder} has no final model yet: taking checkpoint-100\n"
+    assert printed.err == f"kvshift generate: {run_folder} has no final model yet: using checkpoint-100\n"
 
 
 def test_no_checkpoint_is_whole(run_folder: Path) -> None:
     for manifest in run_folder.glob("*/manifest.json"):
         manifest.write_text("{")
-    with pytest.raises(LabError, match="none of its 3 checkpoints is whole"):
+    with pytest.raises(LabError, match="none of its 3 checkpoints is complete"):
         said(run_folder)
 
 
 def test_a_checkpoint_without_tokenizer(run_folder: Path) -> None:
     shutil.rmtree(run_folder / "tokenizer")
-    with pytest.raises(LabError, match=r"checkpoint-100 has no tokenizer, neither in itself nor in .*tokenizer"):
+    with pytest.raises(LabError, match=r"checkpoint-100 has no tokenizer, and .*tokenizer has none either"):
         said(run_folder)
 
 
@@ -82,7 +82,7 @@ def test_the_folder_of_a_model_that_has_no_tokenizer(run_folder: Path) -> None:
     shutil.rmtree(run_folder / "tokenizer")
     notes: list[str] = []
     assert model_files.model_folder(run_folder, notes.append) == run_folder / "checkpoint-100"
-    assert notes == [f"{run_folder} has no final model yet: taking checkpoint-100"]
+    assert notes == [f"{run_folder} has no final model yet: using checkpoint-100"]
     assert model_files.model_folder(str(run_folder / "checkpoint-9"), notes.append) == run_folder / "checkpoint-9"
     assert len(notes) == 1
     with pytest.raises(LabError, match="model: there is no folder nobody/nothing"):
@@ -119,7 +119,7 @@ def test_no_command_shows_bars_or_tables_of_loading(command: str, tmp_path: Path
     }
     assert main([command, str(folder), *options[command]]) == 0
     first, *others = capfd.readouterr().err.splitlines()
-    assert first == f"{folder} has 1 weights that LlamaForCausalLM does not use, more.weight the first"
+    assert first == f"{folder} has 1 weights that LlamaForCausalLM does not use, such as more.weight"
     assert all(line.startswith(f"kvshift {command}: ") for line in others)
 
 
@@ -127,7 +127,7 @@ def test_weights_of_another_size_are_an_error_that_says_so(model_folder: Path, t
     folder = shutil.copytree(model_folder, tmp_path / "other")
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"model.norm.weight": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LabError, match=r": model\.norm\.weight has the shape \[3\], expected \[\d+\] by its"):
+    with pytest.raises(LabError, match=r": model\.norm\.weight has the shape \[3\], expected \[\d+\] \(config"):
         load_model(str(folder), device="cpu", say=lambda note: None)
 
 
@@ -149,12 +149,12 @@ def test_weights_that_are_not_finite_are_named(number: float, model_folder: Path
             r"ValueError: The hidden size \(\d+\) is not a multiple of the number of attention",
         ),
         ({"hidden_size": "wide"}, "hidden_size"),
-        ({"num_attention_heads": 0}, "a value in its config.json does not fit .ZeroDivisionError"),
-        ({"num_key_value_heads": 0}, "a value in its config.json does not fit .ZeroDivisionError"),
+        ({"num_attention_heads": 0}, "a value in its config.json is invalid .ZeroDivisionError"),
+        ({"num_key_value_heads": 0}, "a value in its config.json is invalid .ZeroDivisionError"),
         # Before 5.24, transformers' own validation refuses these.
-        ({"layer_types": 5}, "(a value in its config.json does not fit .TypeError|'int' object is not iterable)"),
-        ({"id2label": []}, "(a value in its config.json does not fit .AttributeError|Field 'id2label' with value)"),
-        ({"dtype": "float33"}, "a value in its config.json does not fit .AttributeError: .*float33"),
+        ({"layer_types": 5}, "(a value in its config.json is invalid .TypeError|'int' object is not iterable)"),
+        ({"id2label": []}, "(a value in its config.json is invalid .AttributeError|Field 'id2label' with value)"),
+        ({"dtype": "float33"}, "a value in its config.json is invalid .AttributeError: .*float33"),
     ],
     ids=["heads", "type", "no heads", "no key heads", "layers", "labels", "dtype"],
 )
@@ -174,7 +174,7 @@ def test_a_checkpoint_that_lacks_weights_is_not_filled_up(model_folder: Path, tm
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.self_attn.shift.alpha"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LabError, match=r"lacks 1 weights, model\.layers\.1\.self_attn\.shift\.alpha"):
+    with pytest.raises(LabError, match=r"lacks 1 weights, such as model\.layers\.1\.self_attn\.shift\.alpha"):
         load_model(str(folder), say=print)
 
 
@@ -202,7 +202,7 @@ def test_a_tokenizer_of_another_model(model_folder: Path, tmp_path: Path) -> Non
         ("runs/a/b", r"there is no folder runs/a/b"),
         (
             "nobody/nothing",
-            r"no folder nobody/nothing here, it is not in .* cache, .* cannot be asked: .*offline",
+            r"no folder nobody/nothing here, it is not in .* cache, .* cannot be reached: .*offline",
         ),
         ("absent model", r"there is no folder absent model"),
         ("tests/absent", r"there is no folder tests/absent$"),
@@ -226,7 +226,10 @@ def test_no_model_in_a_folder(tmp_path: Path) -> None:
 def test_a_configuration_that_is_not_json(place: str, tmp_path: Path) -> None:
     """The message names the error in the file."""
     (tmp_path / place).mkdir(exist_ok=True)
-    for text, why in (("{'a': 5}", r"is not JSON: Expecting .*line 1"), ("[5]", "must hold a JSON object, got list")):
+    for text, why in (
+        ("{'a': 5}", r"is not JSON: Expecting .*line 1"),
+        ("[5]", "must contain a JSON object, got list"),
+    ):
         (tmp_path / place / "config.json").write_text(text)
         with pytest.raises(LabError, match=f"^model: {tmp_path / place / 'config.json'} {why}"):
             said(tmp_path)

@@ -53,7 +53,9 @@ def test_a_folder_that_holds_anything_else_is_left(finished, corpus, tmp_path, n
     out = copied(finished, tmp_path, without=())
     (out / name).mkdir()
     before = files(out)
-    with pytest.raises(LabError, match=rf"overwrite: .*run holds more than a run \({name}\); nothing was removed"):
+    with pytest.raises(
+        LabError, match=rf"overwrite: .*run contains files that do not belong to a run \({name}\); nothing was removed"
+    ):
         train(tiny(corpus, out, steps=4, overwrite=True))
     assert files(out) == before
     assert (out / name).exists()
@@ -61,7 +63,7 @@ def test_a_folder_that_holds_anything_else_is_left(finished, corpus, tmp_path, n
 
 def test_what_is_no_run_is_left(corpus, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(LabError, match="is not that of a run"):
+    with pytest.raises(LabError, match="does not belong to a run"):
         train(tiny(corpus, tmp_path, overwrite=True))
     assert files(tmp_path).keys() >= {"config.json"}
 
@@ -73,7 +75,7 @@ def test_what_is_no_run_is_left(corpus, tmp_path):
         ({"data": {"packing": "rows"}}, "packing"),
         ({"data": {"text_column": "body"}}, "body"),
         ({"model": {"num_key_value_heads": 3}}, "num_key_value_heads"),
-        ({"tokens_per_step": 149}, "tokens_per_step is 149"),
+        ({"tokens_per_step": 149}, "tokens_per_step must be a multiple of 148"),
         ({"init_from": "absent/of/all"}, "init_from: there is no folder"),
         ({"extend": True}, "extend and overwrite cannot both be given"),
     ],
@@ -89,5 +91,5 @@ def test_options_that_cannot_be_cost_nothing(finished, corpus, tmp_path, changes
 
 def test_a_model_in_the_folder_itself_is_no_start(finished, corpus, tmp_path):
     out = copied(finished, tmp_path, without=())
-    with pytest.raises(LabError, match="lies in the folder that would be removed"):
+    with pytest.raises(LabError, match="is in the folder that would be removed"):
         train(tiny(corpus, out, overwrite=True, init_from=str(out / "model")))

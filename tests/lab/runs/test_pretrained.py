@@ -159,7 +159,7 @@ def test_what_retrofit_made_of_another_family(model_type, finished, corpus, tmp_
         moved = {name.rpartition(".")[2] for name in start if not torch.equal(end[name], start[name])}
         assert moved == set(ending)
 
-    with pytest.raises(LabError, match=r"model\.num_hidden_layers is 1, .* is taken as it is"):
+    with pytest.raises(LabError, match=r"model\.num_hidden_layers is 1, .* is used unchanged"):
         train(tuned(corpus, tmp_path / "other", source, {"num_hidden_layers": 1}))
     if model_type == "gpt2":
         long = tuned(corpus, tmp_path / "other", source)
@@ -226,7 +226,7 @@ def test_options_that_agree_with_the_model_may_be_given(finished, plain):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"shift_init": "identity"}, r"model\.shift_init is 'identity'.* has no shift: say with model\.shift_targets"),
+        ({"shift_init": "identity"}, r"model\.shift_init is 'identity'.* has no shift: give model\.shift_targets"),
         ({"shift_targets": ("v",), "shift_init": "uniform"}, r"model\.shift_init is 'uniform'.*expected identity"),
         ({"shift_targets": ("v",), "shift_constraint": "gate"}, r"model\.shift_constraint is 'gate'.*expected free or"),
         ({"qk_norm": True}, r"model\.qk_norm is True, but the model of init_from \(.*\) has False"),
@@ -240,7 +240,7 @@ def test_a_shift_that_a_llama_cannot_start_with(plain, model, said):
 
 def test_another_tokenizer_is_refused(finished, corpus, tmp_path):
     config = tuned(corpus, tmp_path / "run", finished)
-    with pytest.raises(LabError, match=r"data\.tokenizer is 'gpt2', but the model of init_from \(.*\) brings its own"):
+    with pytest.raises(LabError, match=r"data\.tokenizer is 'gpt2', but the model of init_from \(.*\) has its own"):
         train(replace(config, data=replace(config.data, tokenizer="gpt2")))
 
 
@@ -251,10 +251,13 @@ def test_what_is_no_llama_is_named(plain, corpus, tmp_path):
     shutil.copytree(plain, other)
     values = json.loads((other / "config.json").read_text())
     for change, said in (
-        ({"model_type": "mistral"}, r"init_from: .*other is of model_type 'mistral'; expected llama or kvshift_llama"),
+        ({"model_type": "mistral"}, r"init_from: .*other has model_type 'mistral'; expected llama, kvshift_llama"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"init_from: .*other is quantized"),
-        ({"num_hidden_layers": 3}, r"init_from: .*other lacks \d+ weights, model\.layers\.2"),
-        ({"num_hidden_layers": 1}, r"init_from: .*other has, beyond a Llama's, \d+ weights, model\.layers\.1"),
+        ({"num_hidden_layers": 3}, r"init_from: .*other lacks \d+ weights, such as model\.layers\.2"),
+        (
+            {"num_hidden_layers": 1},
+            r"init_from: .*other has \d+ weights that Llama does not have, such as model\.layers\.1",
+        ),
         ({"hidden_act": 7}, "init_from: the configuration of .*other cannot be read"),
     ):
         (other / "config.json").write_text(json.dumps({**values, **change}))

@@ -239,20 +239,20 @@ def test_deepspeed_in_bfloat16(corpus, tmp_path):
 
     (out / "result.json").unlink()
     done = in_two(*arguments(corpus, out), "--bf16", "yes", **how, processes=1)
-    assert "checkpoint-12 was saved with DeepSpeed by 2 process(es), and this run has 1" in done.stderr
+    assert "checkpoint-12 was saved with DeepSpeed by 2 process(es), but this run has 1" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("files", "deepspeed", "fsdp", "said"),
     [
         ([], False, False, None),
-        ([], True, False, "saved with neither FSDP nor DeepSpeed, and this run uses DeepSpeed"),
-        ([], False, True, "saved with neither FSDP nor DeepSpeed, and this run uses FSDP"),
+        ([], True, False, "saved with neither FSDP nor DeepSpeed, but this run uses DeepSpeed"),
+        ([], False, True, "saved with neither FSDP nor DeepSpeed, but this run uses FSDP"),
         (["pytorch_model_fsdp_0/.metadata"], False, True, None),
-        (["pytorch_model_fsdp.bin"], False, False, "saved with FSDP, and this run uses neither FSDP nor DeepSpeed"),
+        (["pytorch_model_fsdp.bin"], False, False, "saved with FSDP, but this run uses neither FSDP nor DeepSpeed"),
         ([f"global_step8/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)], True, False, None),
-        (["global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], False, False, "saved with DeepSpeed, and"),
-        (["global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], True, False, "by 1 process.* this run has 2"),
+        (["global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], False, False, "saved with DeepSpeed, but"),
+        (["global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], True, False, "by 1 process.* run has 2"),
     ],
 )
 def test_checkpoints_of_another_kind(tmp_path, files: list[str], deepspeed: bool, fsdp: bool, said: str | None):
@@ -271,7 +271,7 @@ def test_checkpoints_of_another_kind(tmp_path, files: list[str], deepspeed: bool
 def test_fsdp_on_a_cpu_is_said_to_be_ignored(corpus, tmp_path):
     done = in_two(*arguments(corpus, tmp_path / "run"), "--steps", "1", **fsdp_variables())
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("kvshift train: FSDP is ignored: accelerate uses it on GPUs alone.") == 1, done.stderr
+    assert done.stderr.count("kvshift train: FSDP is ignored: accelerate uses it only on GPUs.") == 1, done.stderr
 
 
 @pytest.mark.slow

@@ -106,13 +106,13 @@ def test_tasks_are_learned_with_it(name: str, size: ModelConfig | GPT2Options, t
 
 
 def test_what_does_not_take_it_says_so(corpus: Path, finished: Path, tmp_path: Path) -> None:
-    with pytest.raises(LabError, match=r"model\.variant is 'smear', but init_from starts vanilla and kv-shift alone"):
+    with pytest.raises(LabError, match=r"model\.variant is 'smear', but init_from supports only vanilla and kv-shift"):
         train(tiny(corpus, tmp_path, model={"variant": "smear", "hidden_size": None}, init_from=str(finished)))
-    with pytest.raises(LabError, match=r"model\.zero_outputs is a start value, but init_from \(.*\) gives all of them"):
-        train(tiny(corpus, tmp_path, model={"zero_outputs": True, "hidden_size": None}, init_from=str(finished)))
     with pytest.raises(
-        LabError, match=r"model\.variant is 'smear', but kvshift plan prices vanilla and kv-shift alone"
+        LabError, match=r"model\.zero_outputs sets initial weights, but init_from \(.*\) provides all of them"
     ):
+        train(tiny(corpus, tmp_path, model={"zero_outputs": True, "hidden_size": None}, init_from=str(finished)))
+    with pytest.raises(LabError, match=r"model\.variant must be vanilla or kv-shift for kvshift plan, got 'smear'"):
         estimate(PlanConfig(model=ModelConfig(variant="smear")))
     named, by_targets = (
         estimate(PlanConfig(model=ModelConfig(hidden_size=64, **model)))

@@ -103,8 +103,8 @@ def test_a_study_with_a_grid_resumes_without_its_folders(
     capsys.readouterr()
     reproduce(config(tmp_path, "mqar"))
     said = capsys.readouterr().err
-    assert f"4 of 4 runs were finished before: 4 in {partial}" in said
-    assert f"1 of 2 runs were finished before: 1 in {partial}" in said
+    assert f"4 of 4 runs are already finished: 4 in {partial}" in said
+    assert f"1 of 2 runs are already finished: 1 in {partial}" in said
     assert len(ran) == 6
     assert not partial.exists()
     records = read_records(tmp_path / "kept" / "mqar" / "smoke.jsonl")
@@ -131,7 +131,7 @@ def test_what_is_kept_is_not_run_again(beads: list[Counting], tmp_path: Path, ca
     shutil.rmtree(tmp_path / "out")
     capsys.readouterr()
     reproduce(config(tmp_path))
-    assert f"4 of 4 runs were finished before: 4 in {store(tmp_path).complete_path}" in capsys.readouterr().err
+    assert f"4 of 4 runs are already finished: 4 in {store(tmp_path).complete_path}" in capsys.readouterr().err
     assert [runs(job_folder(tmp_path / "out/abacus/smoke", job)) for job in beads] == [0, 0, 0, 0]
     assert not store(tmp_path).partial_path.exists()
 
@@ -165,7 +165,7 @@ def test_records_of_an_older_setting_stay_until_all_are_new(beads: list[Counting
 
 def test_partial_records_are_not_lost_by_fewer_seeds(beads: list[Counting], tmp_path: Path) -> None:
     stop_after(beads, 2, tmp_path)
-    with pytest.raises(LabError, match=r"partial\.jsonl keeps 1 runs that this call does not make \(Beads, a, seed 1 "):
+    with pytest.raises(LabError, match=r"partial\.jsonl has 1 runs that would be lost \(Beads, a, seed 1 "):
         reproduce(config(tmp_path, seeds=1))
 
 

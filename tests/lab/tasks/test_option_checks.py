@@ -41,8 +41,8 @@ pytestmark = pytest.mark.no_models
         (InductionConfig, {"pool": 1}, "induction.pool must be between 2 and the 7989 ids .* got 1"),
         (InductionConfig, {"vocab_size": 256}, "induction.pool must be between 2 and the 245 ids .* got 512"),
         (MQARConfig, {"pairs": 0}, "mqar.pairs must be 1 or more, got 0"),
-        (MQARConfig, {"length": 65}, "mqar.length must be even and 4 times pairs = 4 or more .* got 65"),
-        (MQARConfig, {"length": 14}, "mqar.length must be even and 4 times pairs = 4 or more .* got 14"),
+        (MQARConfig, {"length": 65}, r"mqar.length must be even and at least 4 \* pairs = 16 .* got 65"),
+        (MQARConfig, {"length": 14}, r"mqar.length must be even and at least 4 \* pairs = 16 .* got 14"),
         (MQARConfig, {"vocab_size": 9}, "mqar.vocab_size must be 10 or more for 4 pairs, got 9"),
         (MQARConfig, {"filler": "blank"}, "mqar.filler must be one of zero, random, got 'blank'"),
         (HopConfig, {"letters": 0}, "hop.letters must be 1 or more, got 0"),
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.no_models
         (NGramConfig, {"length": 512}, "ngram.length must be a multiple of 3, got 512"),
         (CFGConfig, {"length": 1}, "cfg.length must be 2 or more, got 1"),
         (CFGConfig, {"prefix": 0}, "cfg.prefix must be 1 or more, got 0"),
-        (CFGConfig, {"prefix": 64}, "cfg.prefix must be below 64, the shortest sentence of cfg.grammar, got 64"),
+        (CFGConfig, {"prefix": 64}, "cfg.prefix must be below 64, the length of the shortest sentence .*, got 64"),
         (CFGConfig, {"temperature": -1.0}, "cfg.temperature must be 0 or more, got -1.0"),
         (IGSMConfig, {"generator": "gsm"}, "igsm.generator must be one of kamino, igsm, got 'gsm'"),
         (IGSMConfig, {"ops": 0}, "igsm.ops must be 1 or more, got 0"),
@@ -71,7 +71,7 @@ pytestmark = pytest.mark.no_models
         (
             IGSMConfig,
             {"as_printed": True, "generator": "igsm"},
-            "igsm.as_printed is for the generator kamino, got igsm",
+            "igsm.as_printed needs the generator kamino, got igsm",
         ),
         (IGSMConfig, {"max_items": 11}, "igsm.max_items must be 10 or less"),
         (

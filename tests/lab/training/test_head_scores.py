@@ -120,7 +120,7 @@ def test_shares():
 
 
 def test_sequences_too_short_to_tell_positions_apart():
-    with pytest.raises(ValueError, match="length at least 6; got 22 positions and length 5"):
+    with pytest.raises(ValueError, match="length must be at least 6; got 22 positions and length 5"):
         attention_scores(look_back(1), length=5, beta=NOW)
     with pytest.raises(ValueError, match="got 22 positions and length 12"):
         attention_scores(look_back(1), length=12)
@@ -316,10 +316,10 @@ def test_length_follows_the_model(vocab_size, positions, begin, expected):
         ({"length": 24}, r"length must be 6 to 23 .*, got 24"),
         ({"length": 5}, r"length must be 6 to 23 .*, got 5"),
         ({"lowest_token": 20}, r"there are 3 tokens to draw from"),
-        ({"lowest_token": 23}, "within 0 to 22"),
-        ({"highest_token": 23}, "within 0 to 22"),
+        ({"lowest_token": 23}, "must be token ids of the model, 0 to 22"),
+        ({"highest_token": 23}, "must be token ids of the model, 0 to 22"),
         ({"lowest_token": 4, "highest_token": 3}, "ascending"),
-        ({"begin": 23}, "begin must be one of the model's tokens, 0 to 22, got 23"),
+        ({"begin": 23}, "begin must be a token id of the model, 0 to 22, got 23"),
     ],
 )
 def test_sequences_that_cannot_be_made(options, message):

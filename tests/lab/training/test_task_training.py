@@ -155,7 +155,7 @@ def test_a_finished_run_is_not_trained_again(finished: Path, monkeypatch: pytest
 
 
 def test_other_options_are_refused(finished: Path) -> None:
-    with pytest.raises(LabError, match=r"holds a run with other options:\n  task\.length: 13 there, 14 here"):
+    with pytest.raises(LabError, match=r"contains a run with other options:\n  task\.length: 13 there, 14 here"):
         train_task(tiny(finished, task=InductionConfig(length=14, vocab_size=37)))
 
 
@@ -218,9 +218,13 @@ def test_early_stopping_counts_consecutive_evaluations() -> None:
         ({"stop_at": 1.5}, "stop_at must be None, or more than 0 and at most 1, got 1.5"),
         ({"stop_after": 0}, "stop_after must be 1 or more, got 0"),
         ({"final_eval_rows": 0}, "final_eval_rows must be 1 or more, or None, got 0"),
-        ({"questions": 3}, "questions is 3, but the task induction asks none; expected 0"),
+        ({"questions": 3}, "questions must be 0 for the task induction, which has none; got 3"),
         ({"questions": -1}, "questions must be 0 or more, got -1"),
-        ({"eval_rows": None}, "eval_rows must be a number for a task whose sequences have no end; got None"),
+        ({"eval_rows": None}, "eval_rows must be a number for a task with infinitely many sequences, got None"),
+        (
+            {"task": NGramConfig(vocab_size=5, pairs=13), "final_eval_rows": 7},
+            "final_eval_rows must be None for the task ngram, whose evaluations use all of its sequences; got 7",
+        ),
         ({"device": "cuda"}, "device is cuda, but PyTorch sees no GPU"),
     ],
     ids=lambda value: next(iter(value)) + str(next(iter(value.values()))) if isinstance(value, dict) else "",

@@ -200,7 +200,7 @@ def test_a_retrofitted_model_cannot_be_shared(shared):
     config = Qwen3Config(
         hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
-    with pytest.raises(LabError, match="expected 1 for a model of model_type kvshift_qwen3: only in kvshift_llama"):
+    with pytest.raises(LabError, match="expected 1 for a model of model_type kvshift_qwen3: only kvshift_llama"):
         check_model(add_kv_shift(Qwen3ForCausalLM(config)), accumulation=1)
 
 

@@ -179,7 +179,7 @@ def test_a_run_of_all_weights_has_the_digits_it_had():
     [
         ({"lora_rank": 4}, "lora_rank is 4, but tune is 'shift'; expected lora or shift\\+lora"),
         ({"lora_rank": 0, "tune": "lora"}, "lora_rank must be 1 or more, or None, got 0"),
-        ({"model": ModelConfig(freeze_shift=True)}, "freeze_shift has no effect beside tune"),
+        ({"model": ModelConfig(freeze_shift=True)}, "freeze_shift has no effect with tune"),
     ],
 )
 def test_options_that_contradict_each_other(changes: dict, message: str):

@@ -164,7 +164,7 @@ def test_a_cache_is_refused() -> None:
     ("options", "said"),
     [
         ({"shift_window": 2}, "model.shift_window must be 3 with direction both, got 2"),
-        ({"heads": 3}, "model.width must be a multiple of 2 heads"),
+        ({"heads": 3}, r"model.width must be a multiple of 2 \* heads = 6"),
         ({"direction": "up"}, "model.direction must be one of previous, next, both, got 'up'"),
     ],
     ids=["window", "heads", "direction"],

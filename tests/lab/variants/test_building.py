@@ -88,7 +88,7 @@ def test_rope_theta_alone_leaves_the_scaling_of_the_file(tmp_path, old):
         ({"attention_dropout": 2.0}, r"model\.attention_dropout must be between 0 and 1, got 2\.0"),
         ({"hidden_act": "zwiglu"}, r"model\.hidden_act must be one of .*silu.*, got 'zwiglu'"),
         ({"rope_theta": -1.0}, r"model\.rope_theta must be more than 0 and finite, got -1\.0"),
-        ({"hidden_size": None}, r"options under model do not make a model: Field 'hidden_size' expected int, got None"),
+        ({"hidden_size": None}, r"options under model are invalid: Field 'hidden_size' expected int, got None"),
     ],
     ids=str,
 )

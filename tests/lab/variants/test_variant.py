@@ -261,5 +261,5 @@ def test_a_size_that_cannot_be_is_named() -> None:
 
 @pytest.mark.parametrize("name", sorted(LLAMA_ALONE))
 def test_a_family_that_it_has_no_form_for_is_named(name: str) -> None:
-    with pytest.raises(LabError, match=rf"model\.variant {name} has no kvshift_lab_gpt2; it has kvshift_llama"):
+    with pytest.raises(LabError, match=rf"model\.variant {name} does not support model_type kvshift_lab_gpt2; it"):
         built(name, "gpt2")

@@ -56,7 +56,7 @@ def test_eval(folder, tmp_path):
 
 def test_training_from_it_is_refused_by_name(folder, tmp_path, capsys):
     assert main(["train", "--init-from", str(folder), "--out", str(tmp_path / "run")]) == 2
-    assert "is of model_type 'baichuan_m1'; expected llama or kvshift_llama" in capsys.readouterr().err
+    assert "has model_type 'baichuan_m1'; expected llama, kvshift_llama" in capsys.readouterr().err
 
 
 def test_a_cut_off_shard_is_one_line(folder, tmp_path, capsys):

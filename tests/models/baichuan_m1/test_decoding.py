@@ -93,7 +93,7 @@ def test_a_cache_with_padding_behind_tokens_is_cropped_and_reset(model):
 def test_a_static_cache_refuses_padding_behind_tokens(model):
     ids, mask = right_padded([random_tokens(3), random_tokens(8)])
     cache = StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(ValueError, match="attention_mask must be padded on the left for a static cache of a sliding"):
+    with pytest.raises(ValueError, match="attention_mask must be padded on the left with a static cache and a sliding"):
         logits_of(model, ids, attention_mask=mask, **{CACHE: cache})
 
 

@@ -199,7 +199,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_adapters_that_would_be_wrong_are_refused(model, case):
     model.float()
-    with pytest.raises(TypeError, match="lm_head, which brings its rows to length 1, cannot have"):
+    with pytest.raises(TypeError, match="lm_head, which scales its rows to length 1, cannot have"):
         peft.get_peft_model(model, REFUSED[case])
 
 
@@ -238,7 +238,7 @@ def test_other_heads(model):
     assert_normalised(model)
     with pytest.raises(TypeError, match=r"lm_head must be a NormHead, .*; got torch.nn.*Linear with a bias"):
         model.lm_head = nn.Linear(48, 61)
-    with pytest.raises(TypeError, match=r"lm_head must be a NormHead, .*; got .*CopiedLinear\. Leave lm_head out"):
+    with pytest.raises(TypeError, match=r"lm_head must be a NormHead, .*; got .*CopiedLinear\. Exclude lm_head"):
         model.lm_head = CopiedLinear(48, 61, bias=False, device="meta")  # its weights would be loaded
     with pytest.raises(TypeError, match="the weight of a NormHead cannot be parametrized"):
         nn.utils.parametrizations.weight_norm(model.lm_head)

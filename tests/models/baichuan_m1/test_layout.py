@@ -149,12 +149,12 @@ WEIGHTS = {
     ),
     "shape": (
         lambda w: w.update({LAST: torch.ones(48, 31)}),
-        rf"it has, of another shape, {LAST} \(48, 31\) where \(48, 29\) was expected$",
+        rf"it has the wrong shape for {LAST} \(48, 31\) where \(48, 29\) was expected$",
     ),
-    "window 3": (lambda w: w.update({FIRST: torch.ones(1, 1, 2, 1, 3)}), rf"another shape, {FIRST} \(2, 3\) where"),
-    "heads": (lambda w: w.update({FIRST: torch.ones(1, 1, 4, 1, 2)}), rf"another shape, {FIRST} \(4, 2\) where"),
-    "our shape": (lambda w: w.update({FIRST: torch.ones(2, 2)}), rf"another shape, {FIRST} \(4,\) where"),
-    "5 axes": (lambda w: w.update({FIRST: torch.ones(2, 1, 1, 1, 2)}), rf"another shape, {FIRST} \(2, 1, 1, 1, 2\)"),
+    "window 3": (lambda w: w.update({FIRST: torch.ones(1, 1, 2, 1, 3)}), rf"wrong shape for {FIRST} \(2, 3\) where"),
+    "heads": (lambda w: w.update({FIRST: torch.ones(1, 1, 4, 1, 2)}), rf"wrong shape for {FIRST} \(4, 2\) where"),
+    "our shape": (lambda w: w.update({FIRST: torch.ones(2, 2)}), rf"wrong shape for {FIRST} \(4,\) where"),
+    "5 axes": (lambda w: w.update({FIRST: torch.ones(2, 1, 1, 1, 2)}), rf"wrong shape for {FIRST} \(2, 1, 1, 1, 2\)"),
 }
 
 
@@ -210,13 +210,13 @@ def test_an_index_without_a_shard_is_refused(tmp_path):
 
 CONFIGS = {
     "no layers named": ({"sliding_window_layers": None}, "sliding_window_layers must be a list .* got None"),
-    "no such layer": ({"sliding_window_layers": [1, 3]}, r"layers from 0 to 2, each once; got \[1, 3\]"),
-    "a layer twice": ({"sliding_window_layers": [1, 1]}, r"each once; got \[1, 1\]"),
-    "bools": ({"sliding_window_layers": [True, False]}, r"a list of integers, .*, each once; got \[True, False\]"),
-    "floats": ({"sliding_window_layers": [1.0]}, r"a list of integers, .*, each once; got \[1\.0\]"),
-    "text": ({"sliding_window_layers": "1"}, "a list of integers, .*, each once; got '1'"),
-    "one layer": ({"sliding_window_layers": 1}, "a list of integers, .*, each once; got 1"),
-    "lists": ({"sliding_window_layers": [[1]]}, r"a list of integers, .*, each once; got \[\[1\]\]"),
+    "no such layer": ({"sliding_window_layers": [1, 3]}, r"different integers from 0 to 2, got \[1, 3\]"),
+    "a layer twice": ({"sliding_window_layers": [1, 1]}, r"different integers from 0 to 2, got \[1, 1\]"),
+    "bools": ({"sliding_window_layers": [True, False]}, r"a list of different integers .*, got \[True, False\]"),
+    "floats": ({"sliding_window_layers": [1.0]}, r"a list of different integers .*, got \[1\.0\]"),
+    "text": ({"sliding_window_layers": "1"}, "a list of different integers .*, got '1'"),
+    "one layer": ({"sliding_window_layers": 1}, "a list of different integers .*, got 1"),
+    "lists": ({"sliding_window_layers": [[1]]}, r"a list of different integers .*, got \[\[1\]\]"),
     "no window": ({"sliding_window": None}, "sliding_window must be an integer of at least 2 .* got None"),
     "window 1": ({"sliding_window": 1}, "sliding_window must be an integer of at least 2 .* got 1"),
     "window 4.0": ({"sliding_window": 4.0}, "sliding_window must be an integer of at least 2 .* got 4.0"),

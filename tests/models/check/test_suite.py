@@ -174,9 +174,9 @@ def test_special_tokens_are_not_drawn():
     ("options", "message"),
     [
         ({"length": 11}, "length must be 12 or more, got 11"),
-        ({"length": 57}, "length must be at most 56 for a model of max_position_embeddings=128, got 57"),
-        ({"properties": ["batch", "speed"]}, "properties must name some of .*, got \\['batch', 'speed'\\]"),
-        ({"properties": []}, "properties must name some of"),
+        ({"length": 57}, "length must be at most 56 for a model with max_position_embeddings=128, got 57"),
+        ({"properties": ["batch", "speed"]}, "properties must be one or more of .*, got \\['batch', 'speed'\\]"),
+        ({"properties": []}, "properties must be one or more of"),
     ],
     ids=["short", "long", "unknown", "none"],
 )

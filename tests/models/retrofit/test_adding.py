@@ -200,7 +200,7 @@ def test_a_model_spread_over_devices(family: str):
     model = stock(family)
     kind = type(model)
     cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"a hook in the place of .*add the shift before the model is spread"):
+    with pytest.raises(ValueError, match=r"a hook in place of .*add the shift before the model is spread"):
         add_kv_shift(model)
     assert type(model) is kind
     assert not shifts_of(model)

@@ -110,7 +110,7 @@ def test_every_other_family_is_refused_by_name(model_type: str):
 def test_what_a_family_cannot_have_with_a_shift():
     with torch.device("meta"):
         gemma = AutoModelForCausalLM.from_config(tiny_config("Gemma 3", use_bidirectional_attention=True))
-    with pytest.raises(ValueError, match="use_bidirectional_attention is True"):
+    with pytest.raises(ValueError, match="use_bidirectional_attention must be False"):
         add_kv_shift(gemma)
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     llama = AutoModelForCausalLM.from_config(tiny_config("Llama", rope_parameters=rope))

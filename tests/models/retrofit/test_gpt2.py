@@ -50,10 +50,10 @@ def test_dropout_draws_the_same_numbers():
 
 def test_cross_attention_is_named():
     model = GPT2LMHeadModel(GPT2Config(**SIZES, add_cross_attention=True))
-    with pytest.raises(ValueError, match=r"add_cross_attention is True .* crossattention layers"):
+    with pytest.raises(ValueError, match=r"add_cross_attention must be False .* crossattention layers"):
         add_kv_shift(model)
     assert type(model) is GPT2LMHeadModel
-    with pytest.raises(ValueError, match=r"add_cross_attention is True"):
+    with pytest.raises(ValueError, match=r"add_cross_attention must be False"):
         KVShiftGPT2LMHeadModel(KVShiftGPT2Config(**SIZES, add_cross_attention=True))
 
 

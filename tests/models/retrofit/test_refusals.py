@@ -30,7 +30,7 @@ def test_an_unknown_model_is_named_beside_the_known_ones():
     bert = BertModel(
         BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=61)
     )
-    with pytest.raises(ValueError, match=r"BertModel \(model_type 'bert'\), .* known: GPT2Model, GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match=r"BertModel \(model_type 'bert'\), .* supported: GPT2Model, GPT2LMHeadModel"):
         add_kv_shift(bert)
     with pytest.raises(ValueError, match=r"model is a GPT2DoubleHeadsModel \(model_type 'gpt2'\)"):
         add_kv_shift(GPT2DoubleHeadsModel(GPT2Config(**SIZES)))
@@ -66,7 +66,7 @@ def test_a_forward_that_a_hook_has_replaced():
     model = tiny_gpt2()
     attention = model.transformer.h[0].attn
     attention.forward = attention.forward
-    with pytest.raises(ValueError, match=r"a hook in the place of transformer\.h\.0\.attn\.forward"):
+    with pytest.raises(ValueError, match=r"a hook in place of transformer\.h\.0\.attn\.forward"):
         add_kv_shift(model)
     assert type(model) is GPT2LMHeadModel
 

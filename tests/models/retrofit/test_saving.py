@@ -71,7 +71,7 @@ def test_a_loaded_model_is_saved_and_loaded_again(tmp_path):
 
 def test_a_folder_of_another_model(tmp_path):
     tiny_gpt2().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds no model that add_kv_shift made: its model_type is 'gpt2'"):
+    with pytest.raises(ValueError, match=r"is not a model with a shift from add_kv_shift: its model_type is 'gpt2'"):
         load_kv_shift(tmp_path)
 
 

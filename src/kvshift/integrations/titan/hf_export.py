@@ -48,7 +48,7 @@ def export_checkpoint(config: Trainer.Config, checkpoint: str | Path, out: str |
     missing = {name for name, _ in exported.named_parameters()} ^ set(converted)
     if missing:
         raise ValueError(
-            f"{checkpoint} does not fit the model of transformers; on one side alone: {sorted(missing)[:5]}"
+            f"{checkpoint} does not match the transformers model; names in only one of them: {sorted(missing)[:5]}"
         )
     exported.save_pretrained(out, state_dict=converted)
     return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -93,10 +93,10 @@ def _rope_parameters(rope: RoPE.Config) -> dict[str, Any]:
 
 def main() -> None:
     """Export a checkpoint, with options from the command line."""
-    parser = argparse.ArgumentParser(description="Write a checkpoint of torchtitan as a folder of transformers.")
-    parser.add_argument("--module", default="kvshift.integrations.titan", help="as given to torchtitan")
-    parser.add_argument("--config", required=True, help="as given to torchtitan")
-    parser.add_argument("--checkpoint", required=True, type=Path, help="folder step-N")
+    parser = argparse.ArgumentParser(description="Convert a checkpoint of torchtitan to a folder of transformers.")
+    parser.add_argument("--module", default="kvshift.integrations.titan", help="--module of torchtitan")
+    parser.add_argument("--config", required=True, help="--config of torchtitan")
+    parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint folder, step-N")
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     given = parser.parse_args()
     config = getattr(import_module(f"{given.module}.config_registry"), given.config)()

@@ -51,7 +51,7 @@ def with_kv_shift(config: Trainer.Config, options: ShiftOptions = ShiftOptions()
     spec = config.model_spec
     if spec is None or type(spec.model) not in (Llama3Model.Config, Qwen3Model.Config):
         found = None if spec is None else type(spec.model).__qualname__
-        raise ValueError(f"config must be of Llama 3 or Qwen 3, got {found}")
+        raise ValueError(f"config must be that of a Llama 3 or Qwen 3 model, got {found}")
     for layer in spec.model.layers:
         layer.attention = shifted_attention(layer.attention, options)
     config.model_spec = dataclasses.replace(
@@ -114,14 +114,14 @@ def _parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         if parallel_dims.pp_enabled and "arg_mbs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
             raise NotImplementedError(
                 f"parallelism.pipeline_parallel_degree must be 1 with torch {torch.__version__}, got "
-                f"{parallelism.pipeline_parallel_degree}: torchtitan calls pipeline schedules as torch 2.14 has them"
+                f"{parallelism.pipeline_parallel_degree}: torchtitan's pipeline schedules need torch 2.14"
             )
         if parallel_dims.cp_enabled:
             balancer = parallelism.context_parallel_load_balancer
             if balancer not in _LAYOUTS:
                 raise NotImplementedError(
                     f"parallelism.context_parallel_load_balancer must be headtail or None with KV shift, got "
-                    f"{balancer!r}: the tokens before those of a rank would be looked for in the wrong place"
+                    f"{balancer!r}: the shift knows the order of tokens only for these"
                 )
             for shift in shifts_of(model):
                 shift.group, shift.layout = parallel_dims.get_mesh("cp").get_group(), _LAYOUTS[balancer]

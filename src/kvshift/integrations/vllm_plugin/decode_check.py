@@ -67,7 +67,7 @@ def decode_fault(shift: PagedShift) -> str | None:
     try:
         shift.shift_uniform(kv, shifted, cache, uniform, pages)
         if not torch.equal(cache[pages.stride :], expected_cache[pages.stride :]):  # all but vLLM's null block
-            return "it keeps other keys and values"
+            return "it stores different keys and values"
         torch.testing.assert_close(shifted[:4], expected[:4])
     except Exception as error:  # compilers and drivers raise exceptions of many types
         return traceback.format_exception_only(error)[0].splitlines()[0]

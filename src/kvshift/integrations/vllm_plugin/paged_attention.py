@@ -53,7 +53,7 @@ class AttentionWithRawRows(Attention):
         if self.attn_backend.get_name() not in BACKENDS:
             raise ValueError(
                 f"attention_backend must be one of {', '.join(BACKENDS)}, got {self.attn_backend.get_name()}: others "
-                "may not take pages with raw keys and values"
+                "may not support pages that also have raw keys and values"
             )
         config = get_current_vllm_config()
         self.shift_window, self.raw_dtype = shift_window, config.model_config.dtype
@@ -78,9 +78,9 @@ class AttentionWithRawRows(Attention):
         if len(windows) > 1 and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
             if _drafts_by_a_model(vllm_config):
                 raise ValueError(
-                    "speculative_config: all layers of the model and of its draft model must have one window of "
-                    "attention, or none, or disable_hybrid_kv_cache_manager must be set; otherwise vLLM writes what "
-                    "the draft model keeps over what the model keeps"
+                    "speculative_config: all layers of the model and of its draft model must have the same attention "
+                    "window, or none, unless disable_hybrid_kv_cache_manager is set; otherwise vLLM overwrites the "
+                    "model's cache with that of the draft model"
                 )
             of_one_size = [*specs.values()]
         page = max(spec.page_size_bytes for spec in of_one_size)
@@ -90,9 +90,9 @@ class AttentionWithRawRows(Attention):
         spec = replace(own, block_size=block_size, page_size_padded=padded)
         if not takes_whole(self.attn_backend, block_size, spec):
             raise ValueError(
-                f"block_size must give every layer blocks that {self.attn_backend.get_name()} takes whole, of "
-                f"{self.attn_backend.get_supported_kernel_block_sizes(spec)} tokens; at {own.block_size} "
-                f"{self.layer_name} has {block_size}"
+                f"block_size must give every layer blocks that {self.attn_backend.get_name()} does not split, of "
+                f"{self.attn_backend.get_supported_kernel_block_sizes(spec)} tokens; with {own.block_size}, "
+                f"{self.layer_name} has blocks of {block_size}"
             )
         return spec
 
@@ -105,14 +105,14 @@ class AttentionWithRawRows(Attention):
         if page % row or page < before + self.num_raw_rows * row:
             raise ValueError(
                 f"pages of {self.layer_name} must be whole rows of {heads * numbers} numbers of {self.raw_dtype}, with "
-                f"room for {self.num_raw_rows} of raw keys and values behind those of their tokens; vLLM has made them "
-                f"as {tuple(kv_cache.shape)} of {kv_cache.dtype} with strides {kv_cache.stride()}"
+                f"room for {self.num_raw_rows} raw rows after those of their tokens; vLLM has allocated "
+                f"{tuple(kv_cache.shape)} of {kv_cache.dtype} with strides {kv_cache.stride()}"
             )
         stride, rows = page // row, self.num_raw_rows
         count = (kv_cache.shape[0] - 1) * stride + rows
         if count >= 2**31:
             raise ValueError(
-                f"the KV cache must have fewer than 2^31 raw rows, which are numbered with 32 bits; got {count}"
+                f"the KV cache must have fewer than 2^31 raw rows, because row numbers have 32 bits; got {count}"
             )
         self.pages, self._tail = Pages(tokens=tokens, rows=rows, stride=stride, count=count), before
 

@@ -181,7 +181,7 @@ class PagedShift(KVShift):
         self.dtype = config.model_config.dtype
         layers = config.compilation_config.static_forward_context
         if prefix in layers:
-            raise ValueError(f"prefix must be that of one layer, there are two of {prefix!r}")
+            raise ValueError(f"prefix must be unique, but two layers have {prefix!r}")
         layers[prefix] = self
 
     def load_heads(self, parameter: nn.Parameter, loaded: Tensor) -> None:
@@ -189,11 +189,11 @@ class PagedShift(KVShift):
         expected = (self.num_kv_heads, parameter.shape[1])
         if loaded.shape != expected:
             raise ValueError(
-                f"coefficients of {self.prefix} must be {expected}, KV heads and numbers of each; the checkpoint has "
-                f"{tuple(loaded.shape)}"
+                f"coefficients of {self.prefix} must have the shape {expected}, one row for each KV head, got "
+                f"{tuple(loaded.shape)} from the checkpoint"
             )
         if not loaded.isfinite().all():
-            raise ValueError(f"coefficients of {self.prefix} must be finite, as those of a run that diverged are not")
+            raise ValueError(f"coefficients of {self.prefix} must be finite; those of a run that diverged are not")
         parameter.data.copy_(loaded.narrow(0, self.first_head, parameter.shape[0]))
         self.__dict__.pop("pool", None)
         before = self.__dict__.pop("weights", None)
@@ -215,7 +215,7 @@ class PagedShift(KVShift):
         kv = torch.empty(0, 1, 1, self.head_size, dtype=self.dtype, device=self.weights.device)
         path = shift_path(Call(None, kv, None, self.weights))
         if path == "reference":
-            raise ValueError('KVSHIFT_BACKEND must not be "reference", which does not shift what lies in pages')
+            raise ValueError('KVSHIFT_BACKEND must not be "reference", which does not support a paged cache')
         return path
 
     @cached_property
@@ -289,7 +289,7 @@ def kv_shift(kv: torch.Tensor, shifted: torch.Tensor, layer_name: str) -> None:
         shift.shift_uniform(kv[:tokens], shifted[:tokens], attention.raw_rows(), metadata, attention.pages)
         return
     if kv.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{layer_name}: a CUDA graph can hold the shift of pieces of one length alone")
+        raise RuntimeError(f"{layer_name}: in a CUDA graph, all sequences must have equally many new tokens")
     if metadata is None:  # vLLM measures memory with a batch that has no sequences
         shifted.zero_()
         return

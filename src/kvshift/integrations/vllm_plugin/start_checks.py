@@ -25,7 +25,7 @@ class ShiftChecks(VerifyAndUpdateConfig):
         """Raise a ValueError that names every refused option and the reason."""
         faults = [*_model_faults(vllm_config), *_option_faults(vllm_config)]
         if faults:
-            raise ValueError(f"vLLM cannot serve this model with KV shift so: {'; '.join(faults)}")
+            raise ValueError(f"vLLM cannot serve this model with KV shift: {'; '.join(faults)}")
 
 
 def _model_faults(vllm_config: VllmConfig) -> Iterator[str]:
@@ -38,11 +38,11 @@ def _model_faults(vllm_config: VllmConfig) -> Iterator[str]:
     if not architecture.endswith("ForCausalLM"):
         yield f"architectures must be a causal language model, got {architecture!r}"
     if "q" in config.shift_targets:
-        yield f"shift_targets must be keys and values, got {config.shift_targets!r}: raw queries are not kept"
+        yield f"shift_targets must be keys and values only, got {config.shift_targets!r}: raw queries are not cached"
     if config.sliding_window is not None and config.sliding_window < config.shift_window:
         yield f"sliding_window must be at least shift_window, {config.shift_window}; got {config.sliding_window}"
     if config.model_type == "baichuan_m1" and config.tie_word_embeddings:
-        yield "tie_word_embeddings must be False: the rows of the head are brought to length 1, embeddings are not"
+        yield "tie_word_embeddings must be False: rows of the LM head are scaled to length 1, embeddings are not"
     rotary = config.rope_parameters
     if rotary.get("rope_type", "default") not in _ROTARY or rotary.get("partial_rotary_factor", 1) != 1:
         yield f"rope_parameters must rotate whole heads and be of type {', '.join(_ROTARY)}; got {rotary}"
@@ -57,8 +57,8 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"runner must be generate, got {model.runner_type!r}"
     if model.quantization is not None and not _is_tested(model):
         yield (
-            "quantization must be of 8 bits for weights and inputs by compressed-tensors, or of 4 bits for weights by "
-            "compressed-tensors (without an activation order of groups), AWQ or GPTQ, as the checkpoint says; got "
+            "quantization must be that of a checkpoint with 8-bit weights and inputs (compressed-tensors) or 4-bit "
+            "weights (AWQ, GPTQ, or compressed-tensors without an activation order of groups); got "
             f"{model.quantization!r}"
         )
     if model.enable_prompt_embeds:
@@ -71,7 +71,7 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     if cache.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill must be off: raw keys and values of every token are needed"
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
-        yield "kv_transfer_config and kv_offloading_size must be left out: raw keys and values would stay behind"
+        yield "kv_transfer_config and kv_offloading_size must be left out: raw keys and values are not transferred"
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) != 1:
             yield f"{name} must be 1, got {getattr(parallel, name)}: it is not tested"
@@ -80,10 +80,10 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     if any(heads % ranks and ranks % heads for heads in kv_heads):
         yield f"tensor_parallel_size must divide the KV heads or be a multiple of them; got {ranks} for {kv_heads}"
     if parallel.enable_dbo or parallel.ubatch_size:
-        yield "enable_dbo and ubatch_size must be left out: a batch in halves is not tested"
+        yield "enable_dbo and ubatch_size must be left out: split batches are not tested"
     offload = vllm_config.offload_config
     if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
-        yield "cpu_offload_gb and offload_group_size must be 0: coefficients would not be where they are read"
+        yield "cpu_offload_gb and offload_group_size must be 0: the shift cannot read offloaded coefficients"
     if drafts is not None and drafts.method not in _DRAFTS:
         yield f"speculative_config must be of method {' or '.join(_DRAFTS)}, got {drafts.method!r}"
     if drafts is not None and drafts.enable_adaptive_verification:
@@ -95,7 +95,7 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     splitting, mode = compilation.splitting_ops, compilation.mode  # in other modes vLLM empties the list
     is_split = mode in (None, CompilationMode.VLLM_COMPILE)
     if is_split and splitting is not None and "vllm::kv_shift" not in splitting:
-        yield "splitting_ops must be left out, or have vllm::kv_shift"
+        yield "splitting_ops must be left out or include vllm::kv_shift"
 
 
 def _is_tested(model: Any) -> bool:

@@ -79,7 +79,7 @@ def _require_same_options(baseline: Run, other: Run) -> None:
     found = differences(TrainConfig, baseline.config, other.config)
     lines = [line for name, line in found.items() if name not in of_variants]
     if lines:
-        raise LabError(f"{baseline.folder} and {other.folder} are no twins: {'; '.join(lines)}")
+        raise LabError(f"{baseline.folder} and {other.folder} differ in more than the variant: {'; '.join(lines)}")
 
 
 def _summarize_seed(paired_runs: PairedRuns) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def _summarize_seed(paired_runs: PairedRuns) -> dict[str, Any]:
         ours, theirs = (each.result["eval_losses_per_row"] for each in (run, baseline))
         if len(ours) != len(theirs):
             raise LabError(
-                f"{run.folder}: {len(ours)} validation sequences, but {len(theirs)} in {baseline.folder}; runs are "
-                "compared on the same sequences"
+                f"{run.folder} and {baseline.folder} must have the same number of validation sequences, "
+                f"got {len(ours)} and {len(theirs)}"
             )
         by_row = paired_difference(ours, theirs, baseline.result["eval_tokens_per_row"])
         # Use the difference of the reported losses, so that the numbers of a row add up. Its error is over sequences.
@@ -213,18 +213,18 @@ def legend(summary: dict[str, Any]) -> str:
     """Explain the notation of the table."""
     rows = f"± is one standard error over the {summary['validation_rows']} sequences of the validation set"
     if len(summary["seeds"]) == 1:
-        text = f"{rows}; of the difference, paired by sequence."
+        text = f"{rows}; differences are paired by sequence."
     else:
         text = (
-            f"In the lines of single seeds {rows} (of the difference, paired by sequence); "
-            "in those of the mean, over seeds. Steps and tokens are means over seeds."
+            f"In rows of single seeds, {rows} (differences are paired by sequence); "
+            "in the other rows, over seeds. Steps and tokens are means over seeds."
         )
     if summary["step_time"] is not None:
         both = "both" if len(summary["names"]) == 2 else "all"
         text += (
-            " The times of a step are medians over rounds; beside them stands the median of the ratios of single "
-            f"rounds, in which {both} models ran next to each other: it need not be the ratio of the two times."
+            " The times of a step are medians over rounds. Their ratio is the median of the ratios of single rounds, "
+            f"in which {both} models ran next to each other, so it may differ from the ratio of the medians."
         )
     if len(summary["names"]) > 2 and len(summary["seeds"]) > 1:
-        text += " Each interval is one of 95 % by itself: that all of them hold is less likely."
+        text += " Each interval covers 95 % by itself; all of them together cover less."
     return text

@@ -34,7 +34,7 @@ def steps_to(steps: Sequence[float], accuracy: Sequence[float], level: float) ->
     if not all(0 <= value <= 1 for value in accuracy):
         raise ValueError(f"accuracy must lie between 0 and 1, got {list(accuracy)}")
     if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
-        raise ValueError(f"steps must grow, got {list(steps)}")
+        raise ValueError(f"steps must increase, got {list(steps)}")
     return first_reached(steps, [-value for value in accuracy], -level)
 
 
@@ -64,7 +64,7 @@ class StepsToLevel:
             if step is not None and not 0 < step <= self.last_steps[seed]:
                 # Step 0 is before training: nothing was learned, and a ratio to 0 is undefined.
                 raise ValueError(
-                    f"seed {seed}: steps must lie after 0 and within {self.last_steps[seed]:g}, got {step:g}"
+                    f"seed {seed}: steps must be above 0 and at most {self.last_steps[seed]:g}, got {step:g}"
                 )
 
     @property
@@ -173,9 +173,11 @@ def compare_steps(
     Pairing by seed removes variation that both runs share, such as the order of the data.
     """
     if ours.level != theirs.level:
-        raise ValueError(f"ours and theirs must be of one level, got {ours.level:g} and {theirs.level:g}")
+        raise ValueError(f"ours and theirs must have the same level, got {ours.level:g} and {theirs.level:g}")
     if ours.steps.keys() != theirs.steps.keys():
-        raise ValueError(f"pairs need the same seeds, got {sorted(ours.steps)} and {sorted(theirs.steps)}")
+        raise ValueError(
+            f"ours and theirs must have the same seeds, got {sorted(ours.steps)} and {sorted(theirs.steps)}"
+        )
     most = [_over(ours.steps[seed], theirs.steps[seed] or theirs.last_steps[seed]) for seed in ours.steps]
     least = [_over(ours.steps[seed] or ours.last_steps[seed], theirs.steps[seed]) for seed in ours.steps]
     at_most = None if None in most else max(value for value in most if value is not None)
@@ -236,7 +238,7 @@ def _complete(
 
 def _check_level(level: float) -> None:
     if not 0 < level <= 1:
-        raise ValueError(f"level must lie above 0 and up to 1, got {level}")
+        raise ValueError(f"level must be above 0 and at most 1, got {level}")
 
 
 def _seeds(count: int) -> str:

@@ -34,7 +34,7 @@ def write_or_check(
     old = page.read_text(encoding="utf-8")
     try:
         if not all(marker in old for marker in markers):
-            raise LabError(f"{page} has lost a marker: {' or '.join(map(str.strip, markers))}")
+            raise LabError(f"{page} must contain the line {' and the line '.join(map(str.strip, markers))}")
         head, begin, rest = old.partition(markers[0])
         new = f"{head}{begin}\n{generate()}"
         for end in markers[1:]:
@@ -45,7 +45,7 @@ def write_or_check(
     if new == old:
         return 0
     if arguments:
-        print(f"{page} is not what {results} gives: run `make results` and commit what it changes", file=sys.stderr)
+        print(f"{page} is out of date with {results}: run `make results` and commit the changes", file=sys.stderr)
         return 1
     write_bytes(page, new.encode())
     return 0

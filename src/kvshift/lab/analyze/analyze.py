@@ -112,8 +112,8 @@ def _row(model: Any, config: AnalyzeConfig, measured: Measured, tokenizer: Any) 
     ids = torch.tensor(tokenizer(config.text)["input_ids"], dtype=torch.long)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if len(ids) < 2 or (positions is not None and len(ids) > positions):
-        limit = "more" if positions is None else f"at most {positions}"
-        raise LabError(f"text must have 2 tokens or more, and {limit}; got {len(ids)}")
+        limit = "2 tokens or more" if positions is None else f"2 to {positions} tokens"
+        raise LabError(f"text must have {limit}, got {len(ids)}")
     caption = f"On the text {json.dumps(config.text, ensure_ascii=False)}."
     return ids, {"caption": caption, "repeat": None, "tokens": [tokenizer.decode([id]) for id in ids.tolist()]}
 

@@ -74,8 +74,8 @@ def report_table(report: Report) -> str:
         f"transformers {report.versions['transformers']}, torch {report.versions['torch']}"
     )
     below = (
-        f"Logits spread {report.spread:.2g} over the vocabulary; rounding moves them by {report.noise:.1e}, and they "
-        f"are wrong beyond {report.tolerance:.1e}."
+        f"Spread of the logits over the vocabulary: {report.spread:.2g}. Effect of rounding: {report.noise:.1e}. "
+        f"Errors above {report.tolerance:.1e} are wrong."
     )
     return "\n".join([head, "", as_text(rows, left=None), "", below, *report.notes])
 

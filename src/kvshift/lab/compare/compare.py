@@ -44,7 +44,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         return _compare(config)
     except KeyboardInterrupt:
         raise TrainingError(
-            "interrupted; what is finished is kept, and the same command resumes from there", 128 + signal.SIGINT
+            "interrupted; finished work is kept, and the same command resumes from there", 128 + signal.SIGINT
         ) from None
 
 
@@ -66,11 +66,11 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
             summary = write_report(out, seeds, config.variants, more=more)
         except OSError as error:
             raise RunFailedError(
-                f"the report in {out} could not be written: {error}; the runs are kept, and the same command draws it"
+                f"the report in {out} could not be written: {error}; the runs are kept, and the same command writes it"
             ) from error
     _show(out, summary)
     if more is not None:
-        print(f"\nMore seeds measure what one leaves open; runs that are finished are kept:\n{more}")
+        print(f"\nMore seeds are needed to measure the variation between seeds; finished runs are kept:\n{more}")
     return summary
 
 
@@ -113,7 +113,7 @@ def _adopt_folder(config: CompareConfig) -> None:
         if lines:
             raise LabError(
                 f"out: {config.train.out} holds a comparison with other options ({'; '.join(lines)}); "
-                "give these again, or choose another folder"
+                "repeat those options, or choose another folder"
             )
     else:
         write_json(path, options)
@@ -139,7 +139,7 @@ def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:
         return
     from kvshift.lab.compare.step_time import measure_step_time
 
-    say(f"\ntime of a step, all side by side ({config.step_time_seconds:g} s)")
+    say(f"\ntiming training steps of all models in turn ({config.step_time_seconds:g} s)")
     write_json(path, measure_step_time(folders, config.step_time_seconds))
 
 
@@ -154,7 +154,7 @@ def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
         return
     from kvshift.lab.compare.samples import sample
 
-    say("a sample of each")
+    say("generating a sample from each model")
     write_json(path, {"asked": what, **sample(folders, seed=config.train.seed, **asked)})
 
 

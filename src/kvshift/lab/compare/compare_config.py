@@ -62,7 +62,7 @@ class CompareConfig:
         self._check_variants()
         for name in sorted(option_names(TrainConfig, OptionTrait.ONE_CALL_ONLY)):
             if getattr(self.train, name):
-                raise LabError(f"{name} is for kvshift train; for another comparison choose another folder for out")
+                raise LabError(f"{name} is only for kvshift train; for a new comparison, choose another folder for out")
         if "RANK" in os.environ:
             raise LabError("compare starts its own processes, one after the other: start it without torchrun")
         self.train.check()
@@ -90,19 +90,19 @@ class CompareConfig:
     def _check_variants(self) -> None:
         model, entries = self.train.model, [find_entry(name, "variants") for name in self.variants]
         if len(set(self.variants)) < max(2, len(self.variants)):
-            raise LabError(f"variants must be two or more, each once, got {' '.join(self.variants) or 'none'}")
+            raise LabError(f"variants must be two or more different names, got {' '.join(self.variants) or 'none'}")
         if model.variant is not None:
-            raise LabError(f"model.variant ({model.variant}) is for kvshift train; name it among variants")
+            raise LabError(f"model.variant ({model.variant}) is only for kvshift train; add it to variants instead")
         if model.shift_targets == ():
-            raise LabError("model.shift_targets must name at least one of q, k, v: without, kv-shift is vanilla")
+            raise LabError("model.shift_targets must name at least one of q, k, v: with none, kv-shift equals vanilla")
         for name, default in refinements(model):
             value = getattr(model, name)
             if value != default and not any(entry.shifts and name not in entry.fixes for entry in entries):
                 raise LabError(
-                    f"model.{name} is {value!r}, which refines kv-shift, but variants are {', '.join(self.variants)}"
+                    f"model.{name} is {value!r}, but applies to none of the variants {', '.join(self.variants)}"
                 )
         if self.equal_parameters and self.train.init_from is not None:
-            raise LabError("equal_parameters changes the width of the MLPs, and init_from has one: give one of them")
+            raise LabError("equal_parameters cannot be combined with init_from, whose MLPs have a fixed width")
         others = [entry.name for entry in entries if not entry.shifts and entry.name != "vanilla"]
         if self.train.init_from is not None and others:
-            raise LabError(f"variants names {others[0]}, but init_from starts vanilla and kv-shift alone")
+            raise LabError(f"variants has {others[0]}, but only vanilla and KV-shift variants can start from init_from")

@@ -58,7 +58,7 @@ class TrainingProcess(RunJob):
     def run(self, out: Path) -> None:
         label = f"seed {self.seed}, {self.arm.variant} ({self.position})"
         if self.is_finished(out):
-            say(f"{label}: finished before")
+            say(f"{label}: already finished")
             return
         _wait_until_free(out, label)
         options = out.with_suffix(".json")
@@ -75,10 +75,9 @@ class TrainingProcess(RunJob):
             number = -code if code < 0 else code - 128  # of the signal, if there was one
             how = f"signal {signal.Signals(number).name}" if number in list(signal.Signals) else f"exit code {code}"
             if number == signal.SIGKILL:
-                how += " (which a system sends that is out of memory)"
+                how += " (often because the system ran out of memory)"
             raise TrainingError(
-                f"{label}: training ended with {how}; what is finished is kept, and the same command resumes from "
-                "there",
+                f"{label}: training ended with {how}; finished work is kept, and the same command resumes from there",
                 code if code > 0 else 128 + number,
             )
 
@@ -109,6 +108,6 @@ def _wait_until_free(folder: Path, label: str) -> None:
                 return
         except FolderInUseError:
             if not waited:
-                say(f"{label}: an earlier process still trains in {folder}; waiting for it")
+                say(f"{label}: an earlier process is still training in {folder}; waiting for it to end")
             waited = True
             time.sleep(1)

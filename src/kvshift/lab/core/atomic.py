@@ -39,7 +39,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         with suppress(OSError):  # the file system may be read-only
             part.unlink(missing_ok=True)
-        raise RunFailedError(f"{path} could not be written: {error}; what was written before is kept") from error
+        raise RunFailedError(f"{path} could not be written: {error}; everything written before is kept") from error
 
 
 def remove_folder(path: Path) -> None:
@@ -61,7 +61,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         part.mkdir(parents=True)
     except OSError as error:
-        raise LabError(f"out: {out} cannot be made: {error}") from error
+        raise LabError(f"out: {out} cannot be created: {error}") from error
     try:
         yield part
         sync_folder(part)

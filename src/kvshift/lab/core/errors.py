@@ -63,7 +63,7 @@ def require(holds: bool, name: str, value: Any, what: str) -> None:
 def require_new(out: Path) -> None:
     """Raise a LabError unless a folder is empty or does not exist."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise LabError(f"out must be a folder that is not there yet, or is empty; {out} is there")
+        raise LabError(f"out must be a new or empty folder, but {out} already exists")
 
 
 def require_unicode(text: str, name: str) -> None:

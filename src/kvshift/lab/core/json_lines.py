@@ -44,7 +44,7 @@ class JSONLines:
         path: Path,
         *,
         sync_seconds: float = 0.0,
-        failure: str = "{path} could not be written: {error}; what was written before is kept",
+        failure: str = "{path} could not be written: {error}; everything written before is kept",
         **dumps: Any,
     ) -> None:
         """Open the file without changing it.
@@ -145,7 +145,7 @@ def open_locked(path: Path, option: str, **options: Any) -> Iterator[JSONLines]:
             lock = FileLock(path.with_name(f".{path.name}.lock"))
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise FolderInUseError(f"{option}: another process writes to {path}") from error
+            raise FolderInUseError(f"{option}: another process is writing to {path}") from error
         except OSError as error:  # for example, the name is too long with ".lock" appended
             if new:
                 path.unlink()

@@ -55,7 +55,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], weights: S
     An example is the loss of sequences, weighted by their tokens. With equal weights, this is the plain mean.
     """
     if not len(ours) == len(theirs) == len(weights):
-        raise ValueError(f"pairs need as many values on both sides, got {len(ours)}, {len(theirs)}, {len(weights)}")
+        raise ValueError(f"ours, theirs, weights must be equally long, got {len(ours)}, {len(theirs)}, {len(weights)}")
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     _check(differences)
     mean_weight = statistics.fmean(weights)
@@ -114,7 +114,7 @@ def verdict(
     if interval is None:
         text = (
             f"undecided: all {seeds} seeds differ by exactly {_number(abs(mean))} ({ours if mean < 0 else theirs} "
-            "lower); equal to the last bit, they are not separate runs, and no interval can be made of them"
+            "lower); differences that agree to the last bit are not independent, so there is no interval"
         )
         return Verdict("undecided", text, mean, None, None, seeds)
     low, high = interval
@@ -148,7 +148,7 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float | 
     if all values on one side are equal.
     """
     if len(ours) != len(theirs):
-        raise ValueError(f"pairs need as many values on both sides, got {len(ours)} and {len(theirs)}")
+        raise ValueError(f"ours and theirs must be equally long, got {len(ours)} and {len(theirs)}")
     if len(ours) < 3 or len(set(ours)) == 1 or len(set(theirs)) == 1:
         return None
     _check([*ours, *theirs])
@@ -174,7 +174,7 @@ def first_reached(steps: Sequence[float], losses: Sequence[float], target: float
 
 def _check(values: Sequence[float]) -> None:
     if not values:
-        raise ValueError("needs at least 1 value, got none")
+        raise ValueError("at least 1 value is needed, got none")
     if not all(math.isfinite(value) for value in values):
         raise ValueError(f"values must be finite, got {list(values)}")
 

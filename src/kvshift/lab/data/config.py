@@ -80,9 +80,9 @@ def find_shared(name: str | None) -> str | None:
         return name
     folder = os.environ.get(SHARED_DATA_ENV)
     if not folder or not list(Path(folder).glob(name)):
-        was = f"{folder!r}, which has none" if folder else "not set"
+        was = f"{folder!r}, which does not" if folder else "not set"
         raise LabError(
-            f"the environment variable {SHARED_DATA_ENV} must name the folder that holds {name}; it is {was}"
+            f"the environment variable {SHARED_DATA_ENV} must name the folder that contains {name}; it is {was}"
         )
     return str(Path(folder) / name)
 

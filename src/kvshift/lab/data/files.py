@@ -109,13 +109,13 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
             folder, is a broken link or not a regular file. The message names `option` and the path.
     """
     path = Path(pattern).expanduser()
-    known = f"known are {', '.join(FORMATS)}, each also with {', '.join(_COMPRESSIONS)}"
+    known = f"{', '.join(FORMATS)}, each also with {', '.join(_COMPRESSIONS)}"
     if path.is_dir():
         found = list(_files_in(path, option, {}))
         if not found:
             raise LabError(
-                f"{option}: the folder {pattern} holds no file of a known format; {known}; hidden names are left out"
-                f"{_table_hint(path)}"
+                f"{option}: the folder {pattern} contains no file in a supported format ({known}); hidden files are "
+                f"ignored{_table_hint(path)}"
             )
     elif path.exists() or path.is_symlink():
         found = [path]
@@ -128,7 +128,7 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
         if not file.is_file():
             raise _no_file(file, option)
         if not is_data_file(file):
-            raise LabError(f"{option}: {file} is of no known format; {known}{_table_hint(file)}")
+            raise LabError(f"{option}: {file} is not in a supported format ({known}){_table_hint(file)}")
     # Do not resolve links: they may point to a file without a suffix, as in the caches of the hub.
     stats = [(str(file.absolute()), file.stat()) for file in found]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -191,7 +191,7 @@ def chat_hint(columns: Iterable[str], load: str, out: str) -> str:
     if chats is None:
         return ""
     text = rf"'\n\n'.join(m.get('content') or m.get('value') or '' for m in row['{chats}'])"
-    return f"; {chats!r} holds chats, to make each a text: " + _python(
+    return f"; {chats!r} contains chats; to convert each to a text: " + _python(
         f"datasets.{load}.map(lambda row: {{'text': {text}}}).select_columns('text').to_json({out!r})"
     )
 
@@ -244,7 +244,7 @@ def read_pieces(
             yield from read(path, column)
         except _NoColumnError as error:
             hint = _chat_hint_for_file(path, error.columns)
-            raise LabError(f"{error}: name the one that holds text, {option} NAME{hint}") from None
+            raise LabError(f"{error}: choose the one with the text by {option} NAME{hint}") from None
         except _NoTextError as error:
             raise LabError(f"{error}{_chat_hint_for_file(path, error.columns)}") from None
         except faults as error:
@@ -318,7 +318,7 @@ def _parse(content: bytes, column: str, where: str, path: Path, number: int) -> 
     except json.JSONDecodeError as error:
         reason = f"not JSON: {error.msg} at column {error.colno}"
         if error.msg == "Extra data" and error.lineno > 1:
-            reason = "a second JSON value: must be an object a line, or one array of objects or of texts"
+            reason = "a second JSON value: must be one object per line, or one array of objects or texts"
         raise LabError(f"{path}, line {number + error.lineno - 1}: {reason}") from None
     except RecursionError:
         raise LabError(f"{where}: JSON nested too deeply") from None
@@ -327,7 +327,7 @@ def _parse(content: bytes, column: str, where: str, path: Path, number: int) -> 
 def _without_repeats(column: str, where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return `pairs` as a dict, but raise a LabError if `column` is repeated; json.loads would keep only the last."""
     if sum(name == column for name, _ in pairs) > 1:
-        raise LabError(f"{where}: {column!r} stands twice in one object: rename one of them")
+        raise LabError(f"{where}: {column!r} occurs twice in one object: rename one of them")
     return dict(pairs)
 
 

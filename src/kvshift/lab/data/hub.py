@@ -42,11 +42,11 @@ def require_on_hub(name: str, option: str) -> None:
         HfApi().model_info(name, timeout=_SECONDS)
     except RepositoryNotFoundError as error:
         raise LabError(
-            f"{option}: there is no folder {name} here, and the hub has no such model, or none that you may read"
+            f"{option}: there is no folder {name} here, and the hub has no such model, or you have no access to it"
         ) from error
     except Exception as error:  # HTTP, the network, offline mode
         raise LabError(
-            f"{option}: there is no folder {name} here, it is not in the hub's cache, and the hub cannot be asked: "
+            f"{option}: there is no folder {name} here, it is not in the hub's cache, and the hub cannot be reached: "
             f"{_reason(error)}"
         ) from error
 

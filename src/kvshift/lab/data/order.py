@@ -50,5 +50,5 @@ class EndlessStream(IterableDataset):
             for sequence in self._sequences:
                 yield sequence
             if sequence is None:
-                raise LabError("data.corpus: the stream holds no whole sequence of data.sequence_length tokens")
+                raise LabError("data.corpus: the stream is shorter than one sequence of data.sequence_length tokens")
             epoch += 1

@@ -119,15 +119,15 @@ def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text
             documents = documents._resolve_features()  # reads the first row: this format does not declare its columns
     except Exception as error:  # the hub, HTTP, the disk and the formats raise exceptions of many types
         raise LabError(
-            f"corpus: {config.corpus!r} is no file or folder here, and loading it from the hub failed: {error}"
+            f"corpus: {config.corpus!r} is not a file or folder here, and loading it from the hub failed: {error}"
         ) from error
     columns = documents.features or {}
     name = (config.corpus,) if config.hub_config is None else (config.corpus, config.hub_config)
     load = f"load_dataset({', '.join(map(repr, name))}, split={split!r})"
     if config.text_column not in columns:
         raise LabError(
-            f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}: name the one "
-            f"that holds text, {column_option} NAME{chat_hint(columns, load, 'text.jsonl')}"
+            f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}: choose the one with the "
+            f"text by {column_option} NAME{chat_hint(columns, load, 'text.jsonl')}"
         )
     kind = columns[config.text_column]
     if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view", "null"):
@@ -192,4 +192,4 @@ def _refuse_hub_options(config: DataConfig) -> None:
     for option, neutral in (("hub_config", None), ("split", "train")):
         value = getattr(config, option)
         if value != neutral:
-            raise LabError(f"{option} is for hub datasets; got {value!r} with corpus {config.corpus}")
+            raise LabError(f"{option} is only for hub datasets, got {value!r} with corpus {config.corpus}")

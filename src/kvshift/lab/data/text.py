@@ -62,13 +62,13 @@ def _refuse_empty(documents: Documents, part: str, config: DataConfig) -> None:
     reason = ""
     if config.streaming and config.validation is None:
         reason = (
-            f" beside the first {STREAM_VALIDATION_DOCUMENTS} documents, which a stream keeps for validation: give "
+            f" after the first {STREAM_VALIDATION_DOCUMENTS} documents, which streaming holds out for validation: give "
             "validation, or leave streaming out"
         )
     elif config.validation is None:
         reason = f" (validation_fraction is {config.validation_fraction})"
     source = config.corpus if part == "training" or config.validation is None else config.validation
-    raise LabError(f"{source} holds no text for {part}{reason}; documents of white space alone do not count")
+    raise LabError(f"{source} contains no text for {part}{reason}; documents of only whitespace do not count")
 
 
 def _refuse_short(

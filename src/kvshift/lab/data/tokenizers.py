@@ -55,7 +55,7 @@ def make_tokenizer(config: DataConfig, train: Documents, folder: Path) -> PreTra
         differing = sorted(key for key in found.keys() | origin.keys() if found.get(key) != origin.get(key))
         key = differing[0]
         raise LabError(
-            f"{folder} holds a tokenizer made with {key} {found.get(key)!r}, this run asks for {origin.get(key)!r}: "
+            f"{folder} contains a tokenizer made with {key} {found.get(key)!r}, but this run has {origin.get(key)!r}: "
             "give the option as before, or another output folder"
         )
     return load_tokenizer(folder)
@@ -73,12 +73,12 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
         raise LabError(f"tokenizer: cannot load {str(name)!r}, as a folder or from the hub: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise LabError(
-            f"tokenizer: {str(name)!r} is a {type(tokenizer).__name__}; needed is one of the tokenizers library "
-            "(tokenizer.json)"
+            f"tokenizer: {str(name)!r} must be one of the tokenizers library (tokenizer.json), got a "
+            f"{type(tokenizer).__name__}"
         )
     if tokenizer.eos_token_id is None:
         raise LabError(
-            f"tokenizer: {str(name)!r} has no end-of-text token (eos_token), which parts documents: set one in its "
+            f"tokenizer: {str(name)!r} has no end-of-text token (eos_token), which separates documents: set one in its "
             "tokenizer_config.json, or give another tokenizer"
         )
     return tokenizer
@@ -204,7 +204,7 @@ def _words(text: Iterator[str]) -> Iterator[list[str]]:
             parts, longest = without_long_words(piece)
             pieces += parts
             if longest and not said:
-                say(f"tokenizer: the text has a word of {longest:,} characters; such words are learned from in parts")
+                say(f"tokenizer: the text has a word of {longest:,} characters; such words are split to train on")
                 said = True
         yield pieces
 

@@ -58,7 +58,7 @@ def doctor(config: DoctorConfig) -> None:
     report["wrong"] = wrong
     print(json.dumps(report, indent=1) if config.json else _as_text("wrong", wrong or "nothing"))
     if wrong:
-        raise CheckFailedError(f"{len(wrong)} wrong; please report all of this at {_issues_url()}")
+        raise CheckFailedError(f"faults found: {len(wrong)}; please report this output at {_issues_url()}")
 
 
 def _attempt(function: Callable[[], Any], name: str, wrong: list[str]) -> Any:
@@ -105,7 +105,7 @@ def _issues_url() -> str:
         urls = dict(url.split(", ", 1) for url in metadata("kvshift").get_all("Project-URL") or ())
         return urls["Issues"]
     except (PackageNotFoundError, KeyError, ValueError):  # a checkout that is not installed
-        return "the project's page of issues"
+        return "the project's issue tracker"
 
 
 def _devices(name: str) -> list[Any]:
@@ -116,7 +116,7 @@ def _devices(name: str) -> list[Any]:
     try:
         return [torch.empty(0, device=name).device]
     except Exception as error:  # RuntimeError, AssertionError, AcceleratorError
-        raise LabError(f"device must be one of this machine, got {name!r}: {str(error).splitlines()[0]}") from error
+        raise LabError(f"device must exist on this machine, got {name!r}: {str(error).splitlines()[0]}") from error
 
 
 def _describe(device: Any) -> str:
@@ -182,11 +182,11 @@ def _why(takes: str, device: Any, dtype: str, call: str) -> str:
     if takes.startswith(("cpu", "triton")):
         return "its kernels can take the tensors"
     if takes == "plain operations":
-        return "a launch would take longer to prepare"
+        return "preparing a kernel launch would take longer"
     if takes != "eager":  # an error message
         return "-"
     if device.type == "cpu" and "compiled" in call:
-        return "the compiler fuses its operations"
+        return "torch.compile fuses its operations"
     x = torch.empty(0, dtype=getattr(torch, dtype), device=device)
     return (triton_refusal if device.type == "cuda" else cpu_refusal)(x, 2) or "the kernels failed their self-test"
 

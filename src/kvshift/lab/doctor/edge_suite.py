@@ -53,7 +53,7 @@ def split_fault(kind: Kind, backend: str) -> str | None:
             parts.append(part)
         joined = [torch.cat(each, 1) for each in zip(*parts, strict=True)]
         if state != last or not all(map(torch.equal, joined, whole)):
-            return f"pieces of {sizes} tokens are not, bit for bit, the whole"
+            return f"pieces of {sizes} tokens do not give the same bits as the whole sequence"
     return None
 
 
@@ -71,7 +71,7 @@ def rollback_fault(kind: Kind, backend: str) -> str | None:
     rejected = feed(begin, slice(4))[2].crop(2, window=kind.window)
     again = feed(rejected, slice(4, 5))
     if not all(map(torch.equal, straight[:2], again[:2])):
-        return "after two tokens were taken back, the next one is not what it is without them"
+        return "after a roll-back of two tokens, the next token differs from the result without them"
     return None
 
 

@@ -72,7 +72,7 @@ def _evaluate_model(
     wrapped = wrap_for_lm_eval(model, tokenizer, batch_size=config.batch_size, window=config.window)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or wrapped.max_length
     if wrapped.max_length > longest:
-        raise LabError(f"window must be at most {longest}, which {name} is made for, got {config.window}")
+        raise LabError(f"window must be at most {longest}, the longest context of {name}, got {config.window}")
     key = f"{weights_version(source, model)} {wrapped.max_length} {model.dtype}"
     answers = CachedModel(wrapped, cache, source=key, say=_say)
     found: BenchmarkResults = {}
@@ -87,9 +87,12 @@ def _report_truncated_prompts(task: str, found: list[dict[str, Any]], window: in
     few = sum(item["shots"] < BENCHMARKS[task].shots for item in found)
     cut = sum(not item["whole"] for item in found)
     if few:
-        _say(f"{task}: {few:,} of {len(found):,} prompts lost examples, to fit into {window} tokens; {cut:,} lost more")
+        _say(
+            f"{task}: to fit into {window} tokens, {few:,} of {len(found):,} prompts got fewer examples, and {cut:,} "
+            "of them also lost their beginning"
+        )
     elif cut:
-        _say(f"{task}: {cut:,} of {len(found):,} prompts lost their beginning, to fit into {window} tokens")
+        _say(f"{task}: to fit into {window} tokens, {cut:,} of {len(found):,} prompts lost their beginning")
 
 
 def _chance(name: str, questions: dict[str, Questions], limit: int | None) -> float:
@@ -128,7 +131,7 @@ def table(report: dict[str, Any]) -> list[str]:
             rows.append(("average of the eight", *_points(difference["average"]), "", "", ""))
         lines += ["", f"{difference['name']} minus {difference['minus']}, percentage points", as_text(rows)]
     where = "the hub" if report["data"] == HUB else report["data"]
-    return [*lines, "", f"percent right, ± one standard error; questions from {where}"]
+    return [*lines, "", f"percent correct, ± one standard error; questions from {where}"]
 
 
 def _percent(found: dict[str, Any]) -> str:

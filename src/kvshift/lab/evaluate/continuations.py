@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice, takewhile
@@ -86,16 +87,17 @@ def measure(config: EvalConfig) -> dict[str, Any]:
 def _check(models: list[Model], config: EvalConfig) -> None:
     """Raise a LabError unless all models share a tokenizer and can process prompt and continuation."""
     for model in models:
-        together = config.prompt_tokens + config.max_new_tokens + (model.begin is not None)
-        if model.longest is not None and together > model.longest:
+        longest = math.inf if model.longest is None else model.longest - (model.begin is not None)
+        if config.prompt_tokens + config.max_new_tokens > longest:
+            first = "" if model.begin is None else " without the beginning-of-text token"
             raise LabError(
-                f"prompt_tokens and max_new_tokens must together be at most {model.longest}, which {model.name} is "
-                f"made for; got {config.prompt_tokens} and {config.max_new_tokens}"
+                f"prompt_tokens + max_new_tokens must be at most {longest}, the longest context of {model.name}{first}"
+                f", got {config.prompt_tokens} + {config.max_new_tokens}"
             )
         if model.encode.to_str() != models[0].encode.to_str():
             raise LabError(
-                f"against: {model.name} has another tokenizer than {models[0].name}; repetition is counted in tokens, "
-                "and those of two tokenizers do not compare"
+                f"against: {model.name} and {models[0].name} must have the same tokenizer, because repetition is "
+                "counted in tokens"
             )
 
 
@@ -105,7 +107,8 @@ def _parts(model: Model, config: EvalConfig) -> list[list[int]]:
     parts = list(islice(_cut(model, config, length), config.limit or _PROMPTS))
     if not parts:
         raise LabError(
-            f"texts: no document of {', '.join(config.texts)} has the {length} tokens of prompt and continuation"
+            f"texts: no document of {', '.join(config.texts)} has {length} tokens, the length of a prompt with its "
+            "continuation"
         )
     return parts
 
@@ -198,7 +201,7 @@ def table(report: dict[str, Any]) -> list[str]:
         "",
         f"{count:,} prompt{'s' * (count != 1)} of {report['options']['prompt_tokens']} tokens; rep-n: share of n-grams "
         f"that repeat an earlier one; loops: share of continuations that end in a phrase {LOOP_TIMES} times in a row; "
-        "distinct-n: distinct n-grams of all continuations for each of their tokens; tokens: length of a continuation; "
+        "distinct-n: distinct n-grams of all continuations, per token; tokens: length of a continuation; "
         "± is one standard error, ranges are 95 % intervals",
     ]
 

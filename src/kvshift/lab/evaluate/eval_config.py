@@ -87,13 +87,13 @@ class EvalConfig:
     def check(self) -> None:
         """Raise a LabError that names the invalid option, its value and the values that are allowed."""
         if self.tasks and self.repetition:
-            raise LabError("repetition must not be given together with tasks: one command, one measure")
+            raise LabError("--repetition and --tasks cannot be combined")
         if self.tasks and self.texts:
             raise LabError(f"FILE and --tasks cannot be combined, got FILE {' '.join(self.texts)}")
         if not self.tasks and not self.texts:
             raise LabError(
-                "FILE is missing, the text to evaluate on: kvshift eval MODEL FILE ... --against MODEL ...; "
-                "for benchmarks, give --tasks"
+                "FILE is missing: give a text to evaluate on (kvshift eval MODEL FILE ... --against MODEL ...), or "
+                "benchmarks with --tasks"
             )
         require(self.window is None or self.window >= 2, "window", self.window, "2 or more, or None")
         require(self.stride is None or self.stride >= 1, "stride", self.stride, "1 or more, or None")

@@ -135,7 +135,7 @@ def evaluate_benchmark(
         if len(model.tok_encode(prompt + answer)) <= most_tokens:
             return True
         if len(model.tok_encode(answer)) > model.max_length:
-            raise LabError(f"tasks: {name} has an answer longer than the {model.max_length} tokens that the model sees")
+            raise LabError(f"tasks: {name} has an answer longer than the model's window of {model.max_length} tokens")
         return False
 
     task = make_task(name, list(prompts(benchmark, questions, fits, limit)), longest_solution=longest)

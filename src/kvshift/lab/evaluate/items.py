@@ -118,7 +118,7 @@ def _hellaswag(folder: Path, part: str) -> Iterator[Item]:
     text = bz2.decompress((folder / "hellaswag" / "hellaswag_val_full.txt.bz2").read_bytes()).decode()
     lines = text.removesuffix("\n").split("\n")
     if len(lines) % 6:
-        raise ValueError(f"six lines an item expected, got {len(lines)} lines")
+        raise ValueError(f"expected six lines per item, got {len(lines)} lines")
     for start in range(0, len(lines), 6):
         question, label, *endings = lines[start : start + 6]
         yield Item(question, tuple(endings), int(label))

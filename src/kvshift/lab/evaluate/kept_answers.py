@@ -48,7 +48,7 @@ def open_answer_cache(output: Path | None) -> Iterator[AnswerCache]:
         yield AnswerCache()
         return
     path = output.with_name(f"{output.stem}.answers.jsonl")
-    failure = "output: writing to {path} failed: {error}; its {count} lines are whole"
+    failure = "output: writing to {path} failed: {error}; its {count} lines are complete"
     # Answers may arrive faster than a disk can sync. A log-likelihood may be minus infinity.
     with open_locked(path, "output", sync_seconds=1, failure=failure, ensure_ascii=True, allow_nan=True) as file:
         yield AnswerCache(file)

@@ -47,7 +47,9 @@ def distinct(continuations: Sequence[Tokens], n: int) -> Estimate:
 def distinct_difference(ours: Sequence[Tokens], theirs: Sequence[Tokens], n: int) -> Estimate:
     """Return distinct-n of `ours` minus distinct-n of `theirs`: continuations of the same prompts in the same order."""
     if len(ours) != len(theirs):
-        raise ValueError(f"pairs need as many continuations on both sides, got {len(ours)} and {len(theirs)}")
+        raise ValueError(
+            f"ours and theirs must have the same number of continuations, got {len(ours)} and {len(theirs)}"
+        )
     (our, our_without), (their, their_without) = _distinct(ours, n), _distinct(theirs, n)
     return Estimate(our - their, _jackknife(our_without - their_without), len(ours))
 

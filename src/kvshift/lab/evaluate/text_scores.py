@@ -89,15 +89,15 @@ def prepare(name: str, config: EvalConfig) -> Model:
     tokenizer = load_tokenizer(tokenizer_folder)
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise LabError(
-            f"model: the tokenizer of {name} is a {type(tokenizer).__name__}; needed is one of the tokenizers library "
-            "(tokenizer.json)"
+            f"model: the tokenizer of {name} must be one of the tokenizers library (tokenizer.json), got a "
+            f"{type(tokenizer).__name__}"
         )
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     begin = None
     if config.begin == "yes":
         begin = eos if bos is None else bos
         if begin is None:
-            raise LabError(f"begin must be auto or no: the tokenizer of {name} has no token that begins or ends a text")
+            raise LabError(f"begin must be auto or no: the tokenizer of {name} has neither a bos nor an eos token")
     elif config.begin == "auto" and bos is not None and tokenizer("")["input_ids"][:1] == [bos]:
         begin = bos
     if config.packing == "concat" and eos is None:
@@ -116,10 +116,10 @@ def _window(config: EvalConfig, models: list[Model]) -> int:
         length = min(most or _LONGEST_WINDOW, _LONGEST_WINDOW)
     elif most is not None and length > most:
         assert shortest is not None
-        raise LabError(f"window must be at most {most}, which {shortest.name} is made for, got {length}")
+        raise LabError(f"window must be at most {most}, the longest context of {shortest.name}, got {length}")
     if config.stride is not None and config.stride > length:
         raise LabError(
-            f"stride must be at most window ({length}), or text between windows is left out; got {config.stride}"
+            f"stride must be at most window ({length}), so that no text is skipped between windows; got {config.stride}"
         )
     return length
 
@@ -139,7 +139,7 @@ def _measure(config: EvalConfig) -> dict[str, int | None]:
         documents += last
         size += len(text) if text.isascii() else len(text.encode())
     if not documents:
-        raise LabError(f"texts: {', '.join(config.texts)} holds no text; documents of white space alone do not count")
+        raise LabError(f"texts: {', '.join(config.texts)} contains no text; documents of only whitespace do not count")
     return {"documents": documents, "bytes": size}
 
 
@@ -255,16 +255,16 @@ def table(report: dict[str, Any]) -> list[str]:
         lines += ["", as_text([head, *rows])]
     count, together = report["models"][0]["blocks"], report["blocks"]["together"]
     blocks = "block" if count == 1 else "blocks"
-    block = f"documents, or parts of {BLOCK_BYTES} bytes of one"
-    several = f", {together} neighbours together" if together > 1 else ""
-    packing = "documents apart" if report["packing"] == "documents" else "documents one after the other"
+    block = f"documents, or parts of {BLOCK_BYTES} bytes of longer ones"
+    several = f", {together} neighbours merged" if together > 1 else ""
+    packing = "documents scored separately" if report["packing"] == "documents" else "documents concatenated"
     lines += [
         "",
         f"{packing}; windows of {report['window']} tokens, one every {report['stride']}; "
         f"± is one standard error over {count:,} {blocks} of the text ({block}{several})",
     ]
     if any(row["loss"] is None for row in report["differences"]):
-        lines.append("Models with different tokenizers are compared by bits per byte alone.")
+        lines.append("Models with different tokenizers are compared only by bits per byte.")
     return lines
 
 

@@ -38,11 +38,13 @@ class ExploreConfig:
         require(0 <= self.port < 2**16, "port", self.port, "between 0 and 65535")
         require_unicode(self.text or "", "text")
         if self.explain and len(self.models) != 2:
-            raise LabError("explain compares a model without shift with one with it: give two models")
+            raise LabError("explain needs two models, the first without shift and the second with it")
 
     def check_paths(self) -> None:
         """Raise a LabError if `out` exists and is not an empty folder or, without models, if it contains no page."""
         if self.models:
             require_new(self.out)
         elif not self.open or not (self.out / "facts.json").is_file():
-            raise LabError(f"models: give one or two, or --open and a folder that holds a page; got {self.out}")
+            raise LabError(
+                f"models: give one or two, or --open with the folder of an existing page in --out; got {self.out}"
+            )

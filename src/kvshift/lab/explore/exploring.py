@@ -124,8 +124,11 @@ def _require_explained(models: list[Any]) -> None:
     shifted = [bool(coefficients(model)) for model in models]
     if layers != [1, 1] or shifted != [False, True]:
         raise LabError(
-            "explain speaks of two models of one layer, the first without shift and the second with it; got "
-            + " and ".join(f"{n} layers {('without', 'with')[s]} shift" for n, s in zip(layers, shifted, strict=True))
+            "explain needs two models of one layer, the first without shift and the second with it; got "
+            + " and ".join(
+                f"{n} layer{'s' * (n != 1)} {('without', 'with')[s]} shift"
+                for n, s in zip(layers, shifted, strict=True)
+            )
         )
 
 
@@ -136,16 +139,16 @@ def _require_memory(models: list[Any]) -> None:
         return
     here, free = _COPIES * max(sizes), psutil.virtual_memory().available
     _say(
-        f"weights of {sum(sizes) / 1e9:.1f} GB in float32: this takes about {here / 1e9:.1f} GB of memory beside the "
-        f"models ({free / 1e9:.1f} GB are free), and the page about {3 * sum(sizes) / 1e9:.1f} GB in the browser"
+        f"the weights take {sum(sizes) / 1e9:.1f} GB in float32; writing the page needs about {here / 1e9:.1f} GB more "
+        f"({free / 1e9:.1f} GB are free), and showing it about {3 * sum(sizes) / 1e9:.1f} GB in the browser"
     )
     if sum(sizes) > _MOST:
         raise LabError(
-            f"models: {sum(sizes) / 1e9:.1f} GB of weights are more than a page can hold, {_MOST / 1e9:.1f} GB: "
-            "WebAssembly addresses 4 GiB, and weights are there twice while they are loaded"
+            f"models: the weights must take at most {_MOST / 1e9:.1f} GB in float32, got {sum(sizes) / 1e9:.1f} GB: "
+            "WebAssembly addresses 4 GiB, and loading needs the weights twice"
         )
     if here > free:
-        raise LabError(f"models: there is too little memory: about {here / 1e9:.1f} GB are needed beside the models")
+        raise LabError(f"models: not enough memory: about {here / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
 
 
 def _write_program(name: str, model: Any, tokenizer: Any, path: Path) -> None:
@@ -156,7 +159,7 @@ def _write_program(name: str, model: Any, tokenizer: Any, path: Path) -> None:
     except MODEL_FILE_ERRORS as error:
         raise RunFailedError(f"model: the program of {name} cannot be written: {error}") from error
     largest = check_explorer_program(watched, path, [ids[:MOST_TOKENS] for ids in prompts])
-    _say(f"on {len(prompts)} prompts, the program of {name} gives its logits and attention to within {largest:.1e}")
+    _say(f"on {len(prompts)} prompts, logits and attention of the exported {name} differ by at most {largest:.1e}")
 
 
 def _describe(name: str, model: Any, tokenizer: Any) -> dict[str, Any]:

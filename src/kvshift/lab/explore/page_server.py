@@ -45,6 +45,6 @@ def serve_page(folder: Path, port: int, say: Callable[[str], Any]) -> None:
     """Serve the folder until Ctrl-C, and open a browser if there is one."""
     with page_server(folder, port) as server:
         address = f"http://127.0.0.1:{server.server_port}/"
-        say(f"{folder} is served at {address}; Ctrl-C ends it")
+        say(f"serving {folder} at {address}; Ctrl-C to stop")
         webbrowser.open(address)
         server.serve_forever()

@@ -23,13 +23,13 @@ def tokenizer_json(tokenizer: Any, name: str) -> str:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise LabError(f"tokenizer: that of {name} is a {type(tokenizer).__name__}, which has no tokenizer.json")
+        raise LabError(f"tokenizer: {name} has a {type(tokenizer).__name__}, which has no tokenizer.json")
     text = backend.to_str()
     found = json.loads(text)
     for what in _unsupported(found):
         raise LabError(
-            f"tokenizer: that of {name} has {what}; the page knows byte-level BPE (GPT-2's, Llama 3's, Qwen's and that "
-            "of `kvshift train`) and word lists"
+            f"tokenizer: the one of {name} has {what}; the page supports only byte-level BPE (as in GPT-2, Llama 3, "
+            "Qwen and `kvshift train`) and word lists"
         )
     return text
 
@@ -53,7 +53,7 @@ def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"the post-processor {step['type']}"
     for token in found.get("added_tokens", ()):
         if token["single_word"] or (token["normalized"] and found.get("normalizer")):
-            yield f"the added token {token['content']!r}, which is found in normalized text or between words only"
+            yield f"the added token {token['content']!r}, which matches only in normalized text or as a whole word"
     if kind == "BPE":
         if not byte_level:
             yield "a BPE that is not byte-level"
@@ -69,7 +69,7 @@ def _unsupported_split(step: Mapping[str, Any]) -> Iterator[str]:
             yield f"a split of behavior {step['behavior']}{', inverted' * step['invert']}"
         pattern = step["pattern"].get("Regex", "")
         if _FOREIGN.search(pattern):
-            yield f"the pattern {pattern!r}, which JavaScript reads otherwise"
+            yield f"the pattern {pattern!r}, which JavaScript interprets differently"
     elif kind not in ("ByteLevel", "Digits", "WhitespaceSplit"):
         yield f"the pre-tokenizer {kind}"
 

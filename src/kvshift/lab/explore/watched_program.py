@@ -127,5 +127,5 @@ def check_explorer_program(watched: ExplorerModel, path: Path, prompts: list[Ten
                     into[f"{i} {which}logits"] = outputs["logits"]
                     into[f"{i} {which}attention"] = torch.stack([x for n, x in outputs.items() if n != "logits"])
     except Exception as error:  # ONNX Runtime's exceptions have no common base class
-        raise RunFailedError(f"the program does not run: {str(error).strip().splitlines()[0]}") from error
-    return largest_difference(expected, found, "by the program")
+        raise RunFailedError(f"the exported program does not run: {str(error).strip().splitlines()[0]}") from error
+    return largest_difference(expected, found, "in the exported program")

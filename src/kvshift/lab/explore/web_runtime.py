@@ -48,8 +48,8 @@ def runtime_folder(say: Callable[[str], Any], url: str = URL) -> Path:
     except (OSError, tarfile.TarError, EOFError, zlib.error) as error:  # urllib's are OSErrors
         raise LabError(
             f"onnxruntime-web {VERSION}, which runs models in a browser, is not in {folder} and could not be "
-            f"downloaded from {url}: {error}. On a machine with a connection, `npm pack "
-            f"onnxruntime-web@{VERSION}` fetches the same archive; put {', '.join(FILES)} from its folder dist there"
+            f"downloaded from {url}: {error}. To install it by hand, run `npm pack onnxruntime-web@{VERSION}` on a "
+            f"machine with a connection, and copy {', '.join(FILES)} from the folder dist of the archive to {folder}"
         ) from error
     return folder
 
@@ -59,7 +59,7 @@ def copy_runtime(folder: Path, to: Path) -> None:
     to.mkdir()
     for name, sha256 in FILES.items():
         content = (folder / name).read_bytes()
-        _require(name, content, sha256, f"{folder}: remove it, and it is downloaded again")
+        _require(name, content, sha256, f"{folder}; remove the folder to download it again")
         (to / name).write_bytes(content)
 
 
@@ -80,4 +80,4 @@ def _download(url: str, folder: Path) -> None:
 def _require(name: str, content: bytes, sha256: str, where: str) -> None:
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise LabError(f"{name} has the SHA-256 {found}, expected {sha256}, in {where}")
+        raise LabError(f"the SHA-256 of {name} must be {sha256}, got {found}, in {where}")

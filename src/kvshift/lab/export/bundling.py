@@ -127,7 +127,7 @@ class _Package:
         here = self.module(module)
         if self.replaced.get(name) == module:
             if name not in here.defined:
-                raise LookupError(f"{self.replacement_module} replaces {module}.{name}, which is no more")
+                raise LookupError(f"{self.replacement_module} replaces {module}.{name}, which no longer exists")
             return self.module(self.replacement_module).defined[name]
         if name in here.defined:
             return here.defined[name]
@@ -244,7 +244,7 @@ def _imports(kept: Iterable[_Statement]) -> list[str]:
         for node in statement.used_names():
             line = statement.module.outer.get(node.id)
             if line is not None and lines.setdefault(node.id, line) != line:
-                raise ValueError(f"{node.id} is two things: {line}; {lines[node.id]}")
+                raise ValueError(f"{node.id} is imported in two ways: {line}; {lines[node.id]}")
     modules: dict[str, list[str]] = defaultdict(list)
     for line in sorted(set(lines.values())):
         if line.startswith("from "):

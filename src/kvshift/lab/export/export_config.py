@@ -39,4 +39,4 @@ class ExportOptions:
     def check(self) -> None:
         """Raise a LabError that names the invalid option, its value and the values that are allowed."""
         if self.remote_code and self.format != "onnx":
-            raise LabError(f"format is of programs: leave it out with remote_code, got {self.format!r}")
+            raise LabError(f"format must be left out with remote_code, got {self.format!r}")

@@ -84,16 +84,16 @@ def _compared(part: Path, prompts: list[Tensor], expected: dict[str, Tensor], op
     """Compare the exported model with the original and describe their agreement; RunFailedError if they differ."""
     if options.remote_code:
         largest = check_folder(part, prompts, expected)
-        same = "to the bit" if largest == 0 else f"to within {largest:.1e} in logits"
+        same = "equal those" if largest == 0 else f"differ by at most {largest:.1e} from those"
         return (
-            f"alone, padded on the left and packed, it computes without kvshift what {options.model} does, {same}, and "
-            "generates the same tokens"
+            f"single, left-padded and packed, its logits without kvshift {same} of {options.model}, and it generates "
+            "the same tokens"
         )
     if options.format == "mlx":
-        who, largest = "mlx-lm gives", check_mlx(part, prompts, expected)
+        who, largest = "in mlx-lm,", check_mlx(part, prompts, expected)
     else:
         who, largest = (
-            "alone and padded on the left, they give",
+            "single and left-padded,",
             check_programs(part, options.format, prompts, expected),
         )
-    return f"{who} the tokens that {options.model} generates greedily, and its logits to within {largest:.1e}"
+    return f"{who} the greedy tokens equal those of {options.model}, and the logits differ by at most {largest:.1e}"

@@ -27,7 +27,7 @@ def require_mlx() -> None:
 def require_mlx_model(model: Any) -> None:
     """Raise a LabError unless `mlx_model.py` supports the model."""
     if type(model) is not KVShiftLlamaForCausalLM:
-        raise LabError(f"model: format mlx is of Llamas with KV shift, got a {type(model).__name__}")
+        raise LabError(f"model: format mlx supports only Llamas with KV shift, got a {type(model).__name__}")
     config: Any = model.config
     rope = config.rope_parameters.get("rope_type", "default")
     unknown = {
@@ -39,7 +39,7 @@ def require_mlx_model(model: Any) -> None:
     }
     for name, value in unknown.items():
         if value is not None:
-            raise LabError(f"model: format mlx does not have {name} {value}")
+            raise LabError(f"model: format mlx does not support {name} {value}")
 
 
 def write_mlx(model: Any, folder: Path) -> None:
@@ -80,5 +80,5 @@ def check_mlx(folder: Path, prompts: list[Tensor], expected: dict[str, Tensor]) 
                 ids = ids + given
             found[f"{i} tokens"] = torch.tensor([ids])
     except Exception as error:  # MLX's exceptions have no common base class
-        raise RunFailedError(f"mlx-lm does not run it: {str(error).strip().splitlines()[0]}") from error
-    return largest_difference(expected, found, "by mlx-lm")
+        raise RunFailedError(f"mlx-lm cannot run the exported model: {str(error).strip().splitlines()[0]}") from error
+    return largest_difference(expected, found, "in mlx-lm")

@@ -264,5 +264,5 @@ def check_programs(folder: Path, form: Format, prompts: list[Tensor], expected: 
         new_tokens = expected["padded tokens"].shape[1] - padded.shape[1]
         found["padded tokens"] = greedy(prefill, decode, padded, mask, new_tokens)
     except Exception as error:  # ONNX Runtime's exceptions have no common base class
-        raise RunFailedError(f"the programs do not run: {str(error).strip().splitlines()[0]}") from error
-    return largest_difference(expected, found, "by the programs")
+        raise RunFailedError(f"the exported programs do not run: {str(error).strip().splitlines()[0]}") from error
+    return largest_difference(expected, found, "in the exported programs")

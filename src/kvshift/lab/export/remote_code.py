@@ -177,11 +177,11 @@ def check_folder(
         ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
             last = (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
-            raise RunFailedError(f"the folder does not load where kvshift is not installed: {last}")
+            raise RunFailedError(f"the exported folder does not load without kvshift: {last}")
         results = load_file(found)
     if set(results) != set(expected):
-        raise RunFailedError(f"where kvshift is not installed, {sorted(set(expected) ^ set(results))} is not there")
-    return largest_difference(expected, results, "where kvshift is not installed")
+        raise RunFailedError(f"without kvshift, {sorted(set(expected) ^ set(results))} are missing or unexpected")
+    return largest_difference(expected, results, "without kvshift")
 
 
 def largest_difference(expected: dict[str, Tensor], found: dict[str, Tensor], where: str) -> float:
@@ -201,14 +201,16 @@ def largest_difference(expected: dict[str, Tensor], found: dict[str, Tensor], wh
         what = f"prompt {which}" if which.isdecimal() else f"the {which} prompts"
         if name.endswith("tokens"):
             if not torch.equal(ours, theirs):
-                raise RunFailedError(f"{where}, {what} continued otherwise. Nothing was written")
+                raise RunFailedError(
+                    f"{where}, the continuation of {what} differed from the model's. Nothing was written"
+                )
             continue
         difference = (ours.float() - theirs.float()).abs().max().item()
         most = min(_ROUNDING * torch.finfo(ours.dtype).eps, 0.05) * ours.float().abs().max().item()
         if not difference <= most:
             raise RunFailedError(
-                f"{where}, the {kind} of {what} differed by {difference:.3g}, more than rounding does ({most:.3g}). "
-                "Nothing was written"
+                f"{where}, the {kind} of {what} differed from the model's by {difference:.3g}, more than rounding "
+                f"errors explain ({most:.3g}). Nothing was written"
             )
         largest = max(largest, difference)
     return largest
@@ -231,4 +233,6 @@ def _place(family: Family) -> tuple[str, str]:
         for name, value in vars(module).items():
             if value is family:
                 return module.__name__, name
-    raise LookupError(f"the family of {family.config.__name__} stands in no module that is looked into")
+    raise LookupError(
+        f"the family of {family.config.__name__} is defined neither in {gpt2.__name__} nor in {families.__name__}"
+    )

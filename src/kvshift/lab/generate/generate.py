@@ -60,8 +60,9 @@ def generate(config: GenerateConfig) -> None:
     vocabulary = model.get_input_embeddings().num_embeddings
     if config.num_beams > 1 and config.temperature > 0 and config.num_beams * vocabulary > _MOST_CANDIDATES:
         raise LabError(
-            f"num_beams must be at most {_MOST_CANDIDATES // vocabulary} where tokens are drawn (temperature > 0) from "
-            f"{vocabulary}: PyTorch draws from 2^24 candidates, beams x vocabulary, at most; got {config.num_beams}"
+            f"num_beams must be at most {_MOST_CANDIDATES // vocabulary} with temperature > 0 and a vocabulary of "
+            f"{vocabulary}, because PyTorch samples from at most 2^24 candidates (beams x vocabulary); got "
+            f"{config.num_beams}"
         )
     encoded = [encode(tokenizer, *prompt) for prompt in given]
     config, encoded = _fit_to_context(model, tokenizer, encoded, [prompt.name for prompt in given], config)
@@ -252,16 +253,16 @@ def _fit_to_context(
     if config.crop_prompts:
         longest = context - (new or min(_NEW_TOKENS, context // 2))
         if longest < 1:
-            raise LabError(f"max_new_tokens must be less than the {context} that the model is made for, got {new}")
+            raise LabError(f"max_new_tokens must be less than the model's maximum length, {context}, got {new}")
         if cropped := sum(len(ids) > longest for ids in prompts):
-            _say(f"the last {longest} tokens are used of {cropped} prompt(s), so that new ones fit")
+            _say(f"{cropped} prompt(s) are cropped to their last {longest} tokens, so that the new tokens fit")
         prompts = [_crop(ids, longest, tokenizer.bos_token_id) for ids in prompts]
     for ids, name in zip(prompts, names, strict=True):
         _check_length(len(ids), new or 1, context, name)
     if new is None:
         new = min(_NEW_TOKENS, context - max(map(len, prompts)))
         if new < _NEW_TOKENS:
-            _say(f"max_new_tokens is {new}: the model is made for {context} tokens, the prompt included")
+            _say(f"max_new_tokens is {new}: the model's maximum length is {context} tokens, including the prompt")
     return dataclasses.replace(config, max_new_tokens=new), prompts
 
 
@@ -273,10 +274,12 @@ def _crop(ids: list[int], longest: int, begin: int | None) -> list[int]:
 
 def _check_length(prompt: int, new: int, context: int, name: str) -> None:
     if prompt + new > context:
-        allowed = f"at most {context - prompt}" if prompt < context else "a shorter prompt, or crop_prompts"
+        advice = "give a shorter prompt, or crop_prompts"
+        if prompt < context:
+            advice = f"max_new_tokens may be at most {context - prompt}"
         raise LabError(
-            f"{name} has {prompt} token(s); with max_new_tokens {new} that is more than the {context} that the model "
-            f"is made for: it takes {allowed}"
+            f"{name} has {prompt} token(s); with max_new_tokens {new} that is more than the model's maximum length "
+            f"of {context} tokens: {advice}"
         )
 
 

@@ -75,8 +75,8 @@ class GenerateConfig:
         require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
         require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
         if self.samples > 1 and self.temperature == 0:
-            raise LabError(f"samples must be 1 with temperature 0, which draws nothing; got {self.samples}")
+            raise LabError(f"samples must be 1 with temperature 0 (greedy decoding), got {self.samples}")
         if self.num_beams > 1 and self.samples > self.num_beams:
             raise LabError(f"samples must not be more than num_beams ({self.num_beams}), got {self.samples}")
         if self.num_beams > 1 and self.prompt_lookup:
-            raise LabError("prompt_lookup must be 0 with num_beams: a beam search takes no drafts")
+            raise LabError("prompt_lookup must be 0 with num_beams > 1: a beam search cannot use drafts")

@@ -29,7 +29,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             then names it as `file:line`.
     """
     if path.suffix not in (".txt", ".jsonl"):
-        raise LabError(f"prompts must be a .txt (a prompt a line) or .jsonl (field prompt) file, got {path}")
+        raise LabError(f"prompts must be a .txt file (one prompt per line) or a .jsonl file (field prompt), got {path}")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -44,7 +44,7 @@ def _parse_prompt(line: str, where: str) -> Prompt:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise LabError(f"{where}: no JSON: {error}") from error
+        raise LabError(f"{where}: not JSON: {error}") from error
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str):
         raise LabError(f'{where}: expected an object with a string "prompt", got {line[:80]}')
@@ -68,7 +68,7 @@ def open_output(path: Path, prompts: Sequence[str], samples: int, settings: str)
     """
     failure = "output: writing to {path} failed: {error}"
     if not path.exists() or path.is_file():
-        failure += "; its {count} lines are whole, and the same command resumes after them"
+        failure += "; its {count} lines are complete, and the same command resumes after them"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

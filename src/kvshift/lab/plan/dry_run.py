@@ -93,7 +93,7 @@ def _fake_device_mesh(devices: int) -> Iterator[Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
     if dist.is_initialized():
-        raise ValueError("a dry run needs a process group of its own, and one is in use")
+        raise ValueError("a dry run initializes its own process group, but one is already initialized")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
         yield init_device_mesh("cpu", (devices,))

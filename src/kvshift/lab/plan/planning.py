@@ -107,12 +107,12 @@ def estimate(config: PlanConfig) -> list[CostEstimate]:
     _check(config)
     options = resolve_variant(config.model)
     if options.variant is not None:
-        raise LabError(f"model.variant is {options.variant!r}, but kvshift plan prices vanilla and kv-shift alone")
+        raise LabError(f"model.variant must be vanilla or kv-shift for kvshift plan, got {options.variant!r}")
     models = _models(options, config.data)
     if config.tokens_per_second is not None and len(models) > 1:
         raise LabError(
-            f"tokens_per_second ({config.tokens_per_second:g}) was measured on one model: say which, by model.size, "
-            "model.config or its shape"
+            f"tokens_per_second ({config.tokens_per_second:g}) applies to one model: choose it with model.size, "
+            "model.config or the options of its shape"
         )
     return [_estimate(config, name, model) for name, model in models.items()]
 
@@ -133,7 +133,7 @@ def _check(config: PlanConfig) -> None:
     if config.sharding == "none" and config.devices > 1:
         raise LabError(f"sharding must be ddp or fsdp with {config.devices} devices, got none")
     if config.precision == "fp32" and config.peak_tflops is None and config.tokens_per_second is None:
-        raise LabError("peak_tflops or tokens_per_second must be given with bf16 no: the table knows bfloat16 only")
+        raise LabError("peak_tflops or tokens_per_second must be given with bf16 no: only bfloat16 peaks are built in")
 
 
 def _models(options: ModelConfig, data: PlanData) -> dict[str, Llama]:
@@ -258,15 +258,15 @@ def _batch(config: PlanConfig, length: int, largest: int) -> tuple[int, int]:
         tokens = config.tokens_per_step or at_once
         if tokens % at_once:
             raise LabError(
-                f"tokens_per_step is {tokens}, which is no whole multiple of {at_once} = batch_size "
-                f"{config.batch_size} x data.sequence_length {length} x {config.devices} device(s)"
+                f"tokens_per_step must be a multiple of {at_once} = batch_size {config.batch_size} x "
+                f"data.sequence_length {length} x {config.devices} device(s), got {tokens}"
             )
         return config.batch_size, tokens
     tokens = config.tokens_per_step or max(1, _STEP // of_one_row) * of_one_row
     if tokens % of_one_row:
         raise LabError(
-            f"tokens_per_step is {tokens}, which is no whole multiple of {of_one_row} = data.sequence_length {length} "
-            f"x {config.devices} device(s)"
+            f"tokens_per_step must be a multiple of {of_one_row} = data.sequence_length {length} x {config.devices} "
+            f"device(s), got {tokens}"
         )
     rows = tokens // of_one_row
     return max((n for n in range(1, min(rows, largest) + 1) if rows % n == 0), default=1), tokens
@@ -361,7 +361,7 @@ def _assumptions(config: PlanConfig) -> str:
     else:
         words.append(f"{config.peak_tflops or device.tflops:g} TFLOP/s peak, {config.mfu:.0%} of it reached (assumed)")
     if config.price_per_hour is not None:
-        words.append(f"{config.price_per_hour:g} an hour for each")
+        words.append(f"{config.price_per_hour:g} per device-hour")
     return textwrap.fill("; ".join(words), _WIDTH)
 
 

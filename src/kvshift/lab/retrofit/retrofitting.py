@@ -68,11 +68,11 @@ def retrofit(options: RetrofitOptions) -> None:
         _write(model, tokenizer, part)
         del model  # frees memory for loading the new model
         _compare(before, _outputs(load_weights(part, device="cpu"), prompts), options.model)
-    _say(f"{out} holds a {name}, with {added:,} coefficients, initialised to the identity")
+    _say(f"{out} contains a {name} with {added:,} coefficients, initialised to the identity")
     tokens = sum(ids.shape[1] for ids in prompts.values())
     _say(
-        f"on {len(prompts)} prompts of {tokens} tokens it computes what {options.model} does, to the bit: "
-        f"logits, and {_NEW_TOKENS} tokens generated after each"
+        f"on {len(prompts)} prompts with {tokens} tokens in total, its outputs are bitwise equal to those of "
+        f"{options.model}: the logits, and {_NEW_TOKENS} tokens generated after each prompt"
     )
 
 
@@ -85,7 +85,7 @@ def encode_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
     encoded = {prompt: torch.tensor([tokenizer(prompt)["input_ids"]]).long() for prompt in PROMPTS}
     prompts = {prompt: ids for prompt, ids in encoded.items() if ids.numel()}
     if not prompts:
-        raise LabError(f"model: the tokenizer of {name} makes no token of any prompt")
+        raise LabError(f"model: the tokenizer of {name} returns no tokens for any of the test prompts")
     return prompts
 
 
@@ -98,9 +98,7 @@ def require_finite(logits: dict[str, Tensor], name: str) -> None:
     """
     for what, values in logits.items():
         if not values.isfinite().all():
-            raise RunFailedError(
-                f"model: {name} itself computes logits that are not finite ({what!r}), before anything is written"
-            )
+            raise RunFailedError(f"model: the logits of {name} are not finite ({what!r}); nothing was written")
 
 
 def _outputs(model: Any, prompts: dict[str, Tensor]) -> Outputs:
@@ -130,6 +128,6 @@ def _compare(before: Outputs, after: Outputs, name: str) -> None:
         if not all(torch.equal(one, other) for one, other in zip(old, new, strict=True)):
             difference = (new[0].float() - old[0].float()).abs().max().item()
             raise RunFailedError(
-                f"with the shift, {name} computes something else for {prompt!r}: its logits differ by up to "
+                f"with the shift, {name} has different outputs for {prompt!r}: its logits differ by up to "
                 f"{difference:.3g}. Nothing was written"
             )

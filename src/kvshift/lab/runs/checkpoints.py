@@ -93,7 +93,7 @@ def _fault(folder: Path, *, digests: bool) -> str | None:
         # Sizes are checked before digests: truncated files are the most common problem, and are found at once.
         for name, expected in files.items() if digests else ():
             if _digest(folder / name) != expected["sha256"]:
-                return f"the bytes of {name} have changed"
+                return f"the content of {name} has changed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_MANIFEST} or a file it names cannot be read: {error}"
     return None

@@ -52,16 +52,16 @@ def refuse_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping
     whole = [path for path in list_checkpoints(folder.path) if size_fault(path) is None]
     if not whole and folder.result.exists():
         raise LabError(
-            f"steps: {folder.path} has finished {old['steps']} steps and holds no whole checkpoint to extend it to "
-            f"{options['steps']} from; choose another folder for out, with init_from {folder.path}"
+            f"steps: the run in {folder.path} has finished its {old['steps']} steps and has no complete checkpoint "
+            f"from which to extend it to {options['steps']}; choose another folder for out, and init_from {folder.path}"
         )
     done = int(whole[-1].name.rpartition("-")[2]) if whole else 0
     optimizer = old["optimizer"]
     if not extend and not has_same_schedule(optimizer, old["steps"], done):
         raise LabError(
-            f"steps: {folder.path} was begun with {old['steps']} steps; begun with {options['steps']}, its schedule "
-            f"({optimizer['schedule']}) would have had other learning rates before step {done}. Give --extend to "
-            f"resume from {whole[-1].name} with the learning rates of the longer schedule from there on, or choose "
+            f"steps: the run in {folder.path} was started with {old['steps']} steps; with {options['steps']}, its "
+            f"schedule ({optimizer['schedule']}) would have had other learning rates before step {done}. Give --extend "
+            f"to resume from {whole[-1].name} with the learning rates of the longer schedule from there on, or choose "
             "another folder for out"
         )
 

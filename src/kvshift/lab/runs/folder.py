@@ -95,7 +95,8 @@ class RunFolder:
             raise LabError(f"{path} cannot be read: {error}; fix it, or choose another folder for out") from error
         if not isinstance(values, dict):
             raise LabError(
-                f"{path} must hold a JSON object, got {type(values).__name__}; fix it, or choose another folder for out"
+                f"{path} must contain a JSON object, got {type(values).__name__}; fix it, or choose another folder for "
+                "out"
             )
         return values
 
@@ -122,7 +123,7 @@ class Metrics(JSONLines):
         kept = []
         for number, (line, record, problem) in enumerate(lines[: until[-1] + 1] if until else [], start=1):
             if record is None:
-                say(f"{path}: line {number} is damaged, {problem}; only this line is left out")
+                say(f"{path}: line {number} is damaged ({problem}); only this line is left out")
             else:
                 kept.append(line + b"\n")
         write_bytes(path, b"".join(kept))
@@ -143,7 +144,7 @@ def read_metrics(path: Path, kind: str) -> list[dict[str, Any]]:
     records = list(map(_record, _lines(path)))
     for number, (record, problem) in enumerate(records[:-1], start=1):
         if record is None:
-            raise LabError(f"{path}: line {number} is damaged, {problem}; remove or fix it")
+            raise LabError(f"{path}: line {number} is damaged ({problem}); remove or fix it")
     return [record for record, _ in records if record and record["kind"] == kind]
 
 
@@ -163,4 +164,4 @@ def _record(line: bytes) -> tuple[dict[str, Any] | None, str]:
     if record.get("kind") == "train":
         expected["seconds"] = int | float
     wrong = [name for name, kind in expected.items() if not isinstance(record.get(name), kind)]
-    return (None, f"without a valid {' and '.join(wrong)}") if wrong else (record, "")
+    return (None, f"no valid {' and '.join(wrong)}") if wrong else (record, "")

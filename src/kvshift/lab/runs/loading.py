@@ -124,15 +124,15 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
         raise LabError(_unreadable(str(folder), error)) from error
     model, report = loaded
     if missing := report["missing_keys"]:
-        raise LabError(f"model: {folder} lacks {len(missing)} weights, {min(missing)} the first")
+        raise LabError(f"model: {folder} lacks {len(missing)} weights, such as {min(missing)}")
     if mismatched := sorted(report["mismatched_keys"]):
         name, saved, expected = mismatched[0]
-        raise LabError(f"model: {folder}: {name} has the shape {[*saved]}, expected {[*expected]} by its config.json")
+        raise LabError(f"model: {folder}: {name} has the shape {[*saved]}, expected {[*expected]} (config.json)")
     if unused := report["unexpected_keys"]:
         name = type(model).__name__
-        messages.say(f"{folder} has {len(unused)} weights that {name} does not use, {min(unused)} the first")
+        messages.say(f"{folder} has {len(unused)} weights that {name} does not use, such as {min(unused)}")
     if (name := first_non_finite_parameter(model)) is not None:
-        raise LabError(f"model: {folder}: {name} has numbers that are not finite, as a run that diverged leaves them")
+        raise LabError(f"model: {folder}: {name} has numbers that are not finite, as after a diverged run")
     return model.to(place).eval()
 
 
@@ -193,7 +193,7 @@ def _first_line(error: Exception) -> str:
     line = str(error).strip().split("\n")[0]
     if isinstance(error, MODEL_FILE_ERRORS):
         return line or type(error).__name__
-    return f"a value in its config.json does not fit ({type(error).__name__}: {line})"
+    return f"a value in its config.json is invalid ({type(error).__name__}: {line})"
 
 
 def load_trained(run: Run) -> Any:

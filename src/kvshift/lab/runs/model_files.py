@@ -25,7 +25,7 @@ def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
     for candidate in (folder, folder.parent / "tokenizer"):
         if any((candidate / file).is_file() for file in _TOKENIZER_FILES):
             return str(folder), str(candidate)
-    raise LabError(f"model: {folder} has no tokenizer, neither in itself nor in {folder.parent / 'tokenizer'}")
+    raise LabError(f"model: {folder} has no tokenizer, and {folder.parent / 'tokenizer'} has none either")
 
 
 def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
@@ -51,10 +51,12 @@ def _model_of_run(run: Path, say: Callable[[str], Any]) -> Path:
     checkpoints = list_checkpoints(run)
     for checkpoint in reversed(checkpoints):
         if _is_model(checkpoint) and size_fault(checkpoint) is None:
-            say(f"{run} has no final model yet: taking {checkpoint.name}")
+            say(f"{run} has no final model yet: using {checkpoint.name}")
             return checkpoint
     if checkpoints:
-        raise LabError(f"model: {run} has no final model yet, and none of its {len(checkpoints)} checkpoints is whole")
+        raise LabError(
+            f"model: {run} has no final model yet, and none of its {len(checkpoints)} checkpoints is complete"
+        )
     for config in (run / "config.json", run / "model" / "config.json"):
         if config.is_file():
             read_object(config)  # raises an error with the reason if the file cannot be read
@@ -84,7 +86,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise LabError(f"model: {path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise LabError(f"model: {path} must hold a JSON object, got {type(found).__name__}")
+        raise LabError(f"model: {path} must contain a JSON object, got {type(found).__name__}")
     return found
 
 

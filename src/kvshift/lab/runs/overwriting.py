@@ -20,11 +20,11 @@ def require_only_run_files(folder: RunFolder, init_from: str | None) -> None:
     foreign = [path.name for path in sorted(folder.path.iterdir()) if not _is_run_file(folder, path)]
     if foreign:
         raise LabError(
-            f"overwrite: {folder.path} holds more than a run ({', '.join(foreign[:3])}); "
-            "nothing was removed: choose another folder for out"
+            f"overwrite: {folder.path} contains files that do not belong to a run ({', '.join(foreign[:3])}); nothing "
+            "was removed: choose another folder for out"
         )
     if init_from is not None and Path(init_from).resolve().is_relative_to(folder.path.resolve()):
-        raise LabError(f"overwrite: init_from ({init_from}) lies in the folder that would be removed, {folder.path}")
+        raise LabError(f"overwrite: init_from ({init_from}) is in the folder that would be removed, {folder.path}")
 
 
 def pending_tokenizer(folder: RunFolder) -> Path:

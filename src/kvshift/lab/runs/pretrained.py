@@ -57,10 +57,10 @@ def find_pretrained(name: str, say: Callable[[str], Any]) -> Pretrained:
         kind = values.pop("model_type")
         if kind not in ("llama", KVShiftLlamaConfig.model_type) and not isinstance(found, RetrofitConfig):
             raise LabError(
-                f"{name} is of model_type {kind!r}; expected llama or kvshift_llama, or what `kvshift retrofit` made"
+                f"{name} has model_type {kind!r}; expected llama, kvshift_llama or an output of `kvshift retrofit`"
             )
         if values.get("quantization_config") is not None:
-            raise LabError(f"{name} is quantized, and its weights cannot be trained; expected one that is not")
+            raise LabError(f"{name} is quantized, so its weights cannot be trained; expected a model that is not")
         if kind == "llama":
             values["shift_targets"] = []
         config = found if isinstance(found, RetrofitConfig) else KVShiftLlamaConfig(**values)
@@ -86,12 +86,12 @@ def fitting_config(source: Pretrained, options: ModelConfig, *, vocab_size: int,
         given = getattr(options, one.name)
         if given != one.default and one.name != "freeze_shift":
             raise LabError(
-                f"model.{one.name} is {given!r}, but the model of init_from ({source.name}) is taken as it is: leave "
+                f"model.{one.name} is {given!r}, but the model of init_from ({source.name}) is used unchanged: leave "
                 "the option out"
             )
     config: Any = deepcopy(source.config)
     if config.vocab_size < vocab_size:
-        raise LabError(f"init_from: {source.name} has {config.vocab_size} tokens, its tokenizer {vocab_size}")
+        raise LabError(f"init_from: {source.name} has {config.vocab_size} tokens, but its tokenizer {vocab_size}")
     if config.max_position_embeddings < sequence_length:
         raise LabError(
             f"data.sequence_length is {sequence_length}, but the model of init_from ({source.name}) has "
@@ -112,12 +112,12 @@ def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
         if getattr(options, name) is not None:
             raise LabError(
                 f"model.{name} ({getattr(options, name)}) and init_from ({source.name}) cannot both be given: each "
-                "says what the whole model is"
+                "defines the whole model"
             )
     if options.zero_outputs:
-        raise LabError(f"model.zero_outputs is a start value, but init_from ({source.name}) gives all of them")
+        raise LabError(f"model.zero_outputs sets initial weights, but init_from ({source.name}) provides all of them")
     if options.variant is not None:
-        raise LabError(f"model.variant is {options.variant!r}, but init_from starts vanilla and kv-shift alone")
+        raise LabError(f"model.variant is {options.variant!r}, but init_from supports only vanilla and kv-shift")
     config: Any = source.config
     rope = cast(dict[str, Any], config.rope_parameters)
     shift = ("shift_targets", "shift_window", "shift_constraint", "shift_init")
@@ -160,17 +160,16 @@ def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = Fal
     finally:
         logging.set_verbosity(verbosity)
     model, report = loaded
+    family = config.model_type.removeprefix("kvshift_").capitalize()
     added = set() if source.config.shift_targets else {name for name in report["missing_keys"] if ".shift." in name}
     for keys, what in (
-        (report["missing_keys"] - added, "lacks"),
-        (report["unexpected_keys"], f"has, beyond a {config.model_type.removeprefix('kvshift_').capitalize()}'s,"),
+        (report["missing_keys"] - added, "lacks {} weights"),
+        (report["unexpected_keys"], f"has {{}} weights that {family} does not have"),
     ):
         if keys:
-            raise LabError(f"init_from: {source.name} {what} {len(keys)} weights, {min(keys)} the first")
+            raise LabError(f"init_from: {source.name} {what.format(len(keys))}, such as {min(keys)}")
     if (name := first_non_finite_parameter(model)) is not None:
-        raise LabError(
-            f"init_from: {source.name}: {name} has numbers that are not finite, as a run that diverged leaves them"
-        )
+        raise LabError(f"init_from: {source.name}: {name} has numbers that are not finite, as after a diverged run")
     for layer in shift_layers(model):
         layer.requires_grad_(not freeze_shift)
     # Drop a saved temperature, penalties, and end tokens of another tokenizer.
@@ -182,7 +181,7 @@ def with_tokenizer(source: Pretrained, data: DataConfig) -> DataConfig:
     """Return the data options with the model's tokenizer, the only one that fits it."""
     if data.tokenizer not in (None, source.tokenizer):
         raise LabError(
-            f"data.tokenizer is {data.tokenizer!r}, but the model of init_from ({source.name}) brings its own, "
+            f"data.tokenizer is {data.tokenizer!r}, but the model of init_from ({source.name}) has its own, "
             f"{source.tokenizer!r}: leave the option out, or train without init_from"
         )
     return replace(data, tokenizer=source.tokenizer)
@@ -207,17 +206,17 @@ def _added_shift(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
             if getattr(options, name) is not None:
                 raise LabError(
                     f"model.{name} is {getattr(options, name)!r}, but the model of init_from ({source.name}) has no "
-                    "shift: say with model.shift_targets what to shift"
+                    "shift: give model.shift_targets to add one"
                 )
         return {}
     if options.shift_constraint == "gate":
         raise LabError(
             f"model.shift_constraint is 'gate', but the model of init_from ({source.name}) has no shift, and a gate "
-            "cannot start without one; expected free or clamp"
+            "cannot be initialised to the identity; expected free or clamp"
         )
     if options.shift_init == "uniform":
         raise LabError(
-            f"model.shift_init is 'uniform', but the model of init_from ({source.name}) has no shift, and would lose "
-            "what it has learned; expected identity"
+            f"model.shift_init is 'uniform', but the model of init_from ({source.name}) has no shift, and a random "
+            "one would change its outputs; expected identity"
         )
     return {"shift_init": "identity"}

@@ -84,7 +84,7 @@ def require_run_folder(folder: RunFolder) -> None:
     config = folder.read(folder.config)
     if config is not None:
         if "config_hash" not in config:
-            raise LabError(f"out: {folder.config} is not that of a run; choose a folder that is new or empty")
+            raise LabError(f"out: {folder.config} does not belong to a run; choose a folder that is new or empty")
         return
     ours = {folder.tokenizer: folder.tokenizer / ORIGIN, folder.environment: folder.environment}
     found = sorted(folder.path.iterdir()) if folder.path.is_dir() else []
@@ -92,11 +92,11 @@ def require_run_folder(folder: RunFolder) -> None:
     foreign = [path.name for path in others if not path.name.startswith(".")]
     if foreign:
         raise LabError(
-            f"out: {folder.path} is not empty and holds no run ({', '.join(foreign[:3])} ...); "
+            f"out: {folder.path} is not empty and contains no run ({', '.join(foreign[:3])} ...); "
             "choose a folder that is new or empty"
         )
     if "started" not in (folder.read(folder.environment) or {"started": None}):
-        raise LabError(f"out: {folder.environment} is not that of a run; choose a folder that is new or empty")
+        raise LabError(f"out: {folder.environment} does not belong to a run; choose a folder that is new or empty")
 
 
 def start_or_resume(
@@ -191,7 +191,7 @@ def _refuse(folder: RunFolder, lines: list[str]) -> None:
     if lines:
         listed = "\n  ".join(lines)
         raise LabError(
-            f"out: {folder.path} holds a run with other options:\n  {listed}\n"
+            f"out: {folder.path} contains a run with other options:\n  {listed}\n"
             "give the same options to resume it, or choose another folder"
         )
 
@@ -199,15 +199,14 @@ def _refuse(folder: RunFolder, lines: list[str]) -> None:
 def _refuse_other_data(folder: RunFolder, old: dict[str, Any], new: dict[str, Any]) -> None:
     if old.get("tokenizer") != new["tokenizer"]:
         raise LabError(
-            f"the tokenizer does not fit the run in {folder.path}: it began with another, of {old.get('tokens')} "
-            f"tokens; this one has {new['tokens']}. Put the other back ({folder.tokenizer}), or choose another folder "
-            "for out"
+            f"the tokenizer, of {new['tokens']} tokens, is not the one that the run in {folder.path} was started with, "
+            f"of {old.get('tokens')} tokens. Restore that one ({folder.tokenizer}), or choose another folder for out"
         )
     lines = differences(old, new)
     if lines:
         raise LabError(
-            f"the data are not those that the run in {folder.path} began with ({'; '.join(lines)}); "
-            "put them back, or choose another folder for out"
+            f"the data are not those that the run in {folder.path} was started with ({'; '.join(lines)}); restore "
+            "them, or choose another folder for out"
         )
 
 

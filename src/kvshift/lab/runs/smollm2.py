@@ -84,7 +84,7 @@ def main() -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not folder.exists():
-            say(f"converting {NAME} into {folder}: a minute or two, once")
+            say(f"converting {NAME} into {folder}: this takes a minute or two, and only once")
             disable_progress_bar()
             with tempfile.TemporaryDirectory() as scratch:
                 convert(_download(Path(scratch)), folder, sha256=SHA256)

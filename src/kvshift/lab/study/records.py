@@ -118,7 +118,7 @@ class RecordStore:
                 listed = "\n  ".join(lines)
                 raise LabError(
                     f"results: {path} holds {job.arm}, seed {job.seed}, with other options:\n  {listed}\n"
-                    "put these options back to resume that study, or take the file away to begin another"
+                    "restore these options to resume that study, or remove the file to start a new one"
                 )
         return None
 
@@ -162,8 +162,8 @@ class RecordStore:
             if lost and (path == self.partial_path or len(lost) < len(runs)):
                 arm, seed, _ = lost[0]
                 raise LabError(
-                    f"results: {path} keeps {len(lost)} runs that this call does not make ({arm}, seed {seed} ...); "
-                    "ask for at least as many seeds, or take that file away"
+                    f"results: {path} has {len(lost)} runs that would be lost ({arm}, seed {seed} ...); "
+                    "use at least as many seeds as in that file, or remove it"
                 )
 
 

@@ -63,8 +63,7 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], execution: Stud
     say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
     if jobs != asked:
         say(
-            f"{SHARED_DATA_ENV} names no folder of text: the bundled corpus, far smaller, stands for it and is read "
-            "repeatedly"
+            f"{SHARED_DATA_ENV} names no folder of text, so the bundled corpus, which is far smaller, is read repeatedly"
         )
     records: list[Record] = []
     if tuning:
@@ -123,7 +122,7 @@ def _run(jobs: Sequence[Job], execution: StudyExecution, *, earlier: Sequence[Re
     if problems:
         listed = "\n  ".join(problems)
         raise RunFailedError(
-            f"{len(problems)} of {len(jobs)} runs failed; the same command tries them again:\n  {listed}"
+            f"{len(problems)} of {len(jobs)} runs failed; repeat the command to retry them:\n  {listed}"
         )
     return records
 
@@ -145,7 +144,7 @@ def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: RecordStore | N
             counts[path] = counts.get(path, 0) + 1
     if found:
         where = ", ".join(f"{count} in {path}" for path, count in counts.items())
-        say(f"{len(found)} of {len(jobs)} runs were finished before: {where}")
+        say(f"{len(found)} of {len(jobs)} runs are already finished: {where}")
         if store is not None:
             store.add([*found.values()])
     return found

@@ -123,7 +123,7 @@ def _forward_sigterm() -> Iterator[None]:
         if not heard or isinstance(error, InterruptedRunError):
             raise
         raise InterruptedRunError(
-            "interrupted; what is finished is kept, and the same command resumes", heard[0]
+            "interrupted; finished runs are kept, and the same command resumes", heard[0]
         ) from error
     finally:
         signal.signal(signal.SIGTERM, before)

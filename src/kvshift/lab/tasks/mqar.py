@@ -45,7 +45,7 @@ class MQARConfig:
         check_choices("mqar", self)
         check_at_least("mqar", self, pairs=1)
         room = self.length % 2 == 0 and self.length >= 4 * self.pairs
-        least = f"even and 4 times pairs = {self.pairs} or more (a pair and a slot for each)"
+        least = f"even and at least 4 * pairs = {4 * self.pairs} (two tokens for each pair and two for its slot)"
         require(room, "mqar.length", self.length, least)
         least = f"{2 * self.pairs + 2} or more for {self.pairs} pairs"
         require(self.vocab_size // 2 - 1 >= self.pairs, "mqar.vocab_size", self.vocab_size, least)

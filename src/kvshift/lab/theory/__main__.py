@@ -27,12 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m kvshift.lab.theory", description="Run every check of the theory and print its numbers."
     )
-    parser.add_argument("--draws", type=int, default=200, help="random settings for Theorems 3.2 and 3.3 (200)")
-    parser.add_argument("--monte-carlo-draws", type=int, default=100, help="embeddings for Theorem 3.4 (100)")
-    parser.add_argument("--width", type=int, default=4096, help="their width d (4096)")
-    parser.add_argument("--steps", type=int, default=20_000, help="of plain gradient descent (20000)")
-    parser.add_argument("--seed", type=int, default=0, help="of all draws (0)")
-    parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
+    parser.add_argument(
+        "--draws", type=int, default=200, help="number of random settings for Theorems 3.2 and 3.3 (default: 200)"
+    )
+    parser.add_argument(
+        "--monte-carlo-draws", type=int, default=100, help="number of embeddings for Theorem 3.4 (default: 100)"
+    )
+    parser.add_argument("--width", type=int, default=4096, help="width d of these embeddings (default: 4096)")
+    parser.add_argument("--steps", type=int, default=20_000, help="steps of plain gradient descent (default: 20000)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--out", type=Path, help="also write the numbers to this JSON file")
     options = parser.parse_args(arguments)
     record: dict[str, Any] = {
         "environment": environment(torch.device("cpu"), 1),

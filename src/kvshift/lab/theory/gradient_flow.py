@@ -88,7 +88,7 @@ def gradient_flow(
         atol=1e-10,
     )
     if not solution.success:
-        raise ArithmeticError(f"the flow could not be followed to time {time}: {solution.message}")
+        raise ArithmeticError(f"the flow could not be integrated to time {time}: {solution.message}")
     coefficients = solution.y.T
     return Trajectory(solution.t, coefficients, np.array([loss_and_gradient(row, form)[0] for row in coefficients]))
 

@@ -91,7 +91,7 @@ class GracefulStop(TrainerCallback):
         name = signal.Signals(number).name
         # `print` is unsafe in a signal handler: it may interrupt another print in the middle of a line.
         if self._processes.is_main:
-            os.write(2, f"\nkvshift: {name}: leaving after this step; a second one ends it at once\n".encode())
+            os.write(2, f"\nkvshift: {name}: stopping after this step; a second signal stops at once\n".encode())
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.number = self._processes.all_reduce_max(self._received)

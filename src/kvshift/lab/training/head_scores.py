@@ -128,11 +128,11 @@ def repeated_sequences(config: RepeatConfig, *, vocab_size: int, positions: int 
     last = vocab_size - 1 if config.highest_token is None else config.highest_token
     if not 0 <= first <= last < vocab_size:
         raise LabError(
-            f"lowest_token and highest_token must be an ascending pair within 0 to {vocab_size - 1}, the tokens of the "
-            f"model; got {first} and {last}"
+            f"lowest_token and highest_token must be token ids of the model, 0 to {vocab_size - 1}, in ascending "
+            f"order; got {first} and {last}"
         )
     if config.begin is not None and not 0 <= config.begin < vocab_size:
-        raise LabError(f"begin must be one of the model's tokens, 0 to {vocab_size - 1}, got {config.begin}")
+        raise LabError(f"begin must be a token id of the model, 0 to {vocab_size - 1}, got {config.begin}")
     tokens = [token for token in range(first, last + 1) if token != config.begin]
     longest = len(tokens)
     if positions is not None:
@@ -140,9 +140,10 @@ def repeated_sequences(config: RepeatConfig, *, vocab_size: int, positions: int 
     length = min(_LENGTH, longest) if config.length is None else config.length
     shortest = 2 * window + 2  # so that the positions around e that are scored, and their lags, lie before t - 1
     if not shortest <= length <= longest:
+        places = "" if positions is None else f"the model has {positions} positions, and "
         raise LabError(
-            f"length must be {shortest} to {longest} (the model takes {positions} positions, and there are "
-            f"{len(tokens)} tokens to draw from), got {length}"
+            f"length must be {shortest} to {longest} ({places}there are {len(tokens)} tokens to draw from), got "
+            f"{length}"
         )
     generator = generator_for("rows that repeat themselves", config.seed)
     order = torch.rand(config.rows, len(tokens), generator=generator).argsort(dim=1)[:, :length]
@@ -180,7 +181,7 @@ def attention_scores(
     window = max(keys_HW.shape[1], values_HW.shape[1])
     if positions < 2 * length or length < 2 * window + 2:
         raise ValueError(
-            f"attention must be of at least 2 * length positions, and length at least {2 * window + 2}; "
+            f"attention must have at least 2 * length positions, and length must be at least {2 * window + 2}; "
             f"got {positions} positions and length {length}"
         )
     second = positions - length + 1  # not `positions - length`, for which e - 1 may lie before the sequence
@@ -282,15 +283,15 @@ def attention_maps(model: Any, ids: Sequence[int] | Tensor, heads: Sequence[tupl
 def _run(model: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     output = model(input_ids=ids.to(model.device), output_attentions=True, use_cache=False)
     if not output.attentions or any(layer is None for layer in output.attentions):
-        raise LabError(f"model: {type(model).__name__} has layers that give no attention probabilities")
+        raise LabError(f"model: {type(model).__name__} has layers that return no attention probabilities")
     return output.logits, output.attentions
 
 
 def _by_layer(attentions: Sequence[Tensor], shifts: Sequence[Mapping[str, Any]], length: int) -> list[list[HeadScores]]:
     if shifts and len(shifts) != len(attentions):
         raise LabError(
-            f"model: {len(shifts)} of its {len(attentions)} layers with attention shift keys or values, and which "
-            "is not known; expected all or none"
+            f"model: {len(shifts)} of its {len(attentions)} attention layers shift keys or values, and it is not known "
+            "which; expected all or none"
         )
     by_layer = shifts or [{}] * len(attentions)
     return [
@@ -313,4 +314,4 @@ def _mean(scores: Sequence[HeadScores], rows: Sequence[int]) -> HeadScores:
 def _check_eager(model: Any) -> None:
     found = model.config._attn_implementation
     if found != "eager":
-        raise ValueError(f'model must have attn_implementation="eager", which alone gives probabilities; got {found!r}')
+        raise ValueError(f'model must have attn_implementation="eager", to return probabilities; got {found!r}')

@@ -52,7 +52,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
         raise LabError("device is cuda, but PyTorch sees no GPU here; expected auto or cpu")
     for name in config.report_to:
         if name not in (known := get_available_reporting_integrations()):
-            raise LabError(f"report_to names {name!r}; trackers installed here: {', '.join(known) or 'none'}")
+            raise LabError(f"report_to must name installed trackers ({', '.join(known) or 'none'}), got {name!r}")
     require_run_folder(folder)  # before the lock file is created in it
     stack.enter_context(folder.locked())
     if isinstance(config, TrainConfig):
@@ -69,10 +69,10 @@ def require_whole_sequences() -> None:
         size = parallelism_size(name)
         if size != 1:
             raise LabError(
-                f"parallelism_config_{name}_size is {size} ({kind}), expected 1: the first token of a part needs the "
-                "keys and values of the token before, which is in another process. Share out the model in place of the "
-                "sequences, as examples/accelerate/fsdp2.yaml does, and give --gradient-checkpointing where long ones "
-                "do not fit"
+                f"parallelism_config_{name}_size is {size} ({kind}), expected 1: the first token of each part needs "
+                "the keys and values of the token before it, which are in another process. Shard the model instead of "
+                "the sequences, as in examples/accelerate/fsdp2.yaml, and give --gradient-checkpointing if long "
+                "sequences do not fit"
             )
 
 
@@ -108,7 +108,7 @@ def friendly_errors(config: RunConfig, memory_advice: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise InterruptedRunError(f"interrupted; the same command resumes from what {config.out} holds") from None
+        raise InterruptedRunError(f"interrupted; the same command resumes the run in {config.out}") from None
     except torch.OutOfMemoryError as error:
         raise RunFailedError(f"out of memory: {error}. {memory_advice}") from error
     except RuntimeError as error:  # PyTorch has no separate class for running out of CPU memory
@@ -283,7 +283,8 @@ def fit(
         if not processes.is_main:
             raise SystemExit(128 + graceful_stop.number)
         raise InterruptedRunError(
-            f"left after step {step}; checkpoint-{step} is whole: the same command resumes", graceful_stop.number
+            f"stopped after step {step}; checkpoint-{step} is complete, and the same command resumes from it",
+            graceful_stop.number,
         )
     seconds = recorder.seconds
     if not trainer.has_evaluated:  # the run was interrupted between its last checkpoint and its end
@@ -305,11 +306,11 @@ def require_readable(checkpoint: Path, trainer: RunTrainer, processes: int) -> N
     saved = _sharding(bool(parts), any(checkpoint.glob("pytorch_model_fsdp*")))
     here = _sharding(trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled)
     if saved != here:
-        raise LabError(f"{checkpoint} was saved with {saved}, and this run uses {here}: resume it as it began")
+        raise LabError(f"{checkpoint} was saved with {saved}, but this run uses {here}: resume with the same setting")
     if parts and len(parts) != processes:
         raise LabError(
-            f"{checkpoint} was saved with DeepSpeed by {len(parts)} process(es), and this run has {processes}: "
-            "DeepSpeed cannot divide the optimizer state anew. Resume with as many processes as before"
+            f"{checkpoint} was saved with DeepSpeed by {len(parts)} process(es), but this run has {processes}: "
+            f"DeepSpeed cannot reshard the optimizer state. Resume with {len(parts)} process(es)"
         )
 
 

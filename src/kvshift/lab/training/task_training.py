@@ -79,7 +79,8 @@ class TaskTrainConfig(RunConfig):
     eval_rows: int | None = 2048
     """Number of sequences in an evaluation. Give None for a task with finitely many, which always uses all of them."""
     final_eval_rows: int | None = None
-    """Number of sequences in a final evaluation, for the result. None: the result is the last regular evaluation."""
+    """Number of sequences in a final evaluation, for the result. None: the result is the last regular evaluation,
+    as it must be for a task with finitely many."""
     eval_batch_size: int | None = None
     """Number of sequences scored, or questions answered, at a time. None: batch_size."""
     dropout_at_eval: bool = False
@@ -109,7 +110,7 @@ class TaskTrainConfig(RunConfig):
         level = self.stop_at
         require(level is None or 0 < level <= 1, "stop_at", level, "None, or more than 0 and at most 1")
         if "RANK" in os.environ:
-            raise LabError("a task is learned by one process: start it without torchrun")
+            raise LabError("training on a task takes one process: start it without torchrun")
 
 
 def task_options(config: TaskTrainConfig) -> dict[str, Any]:
@@ -163,7 +164,14 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     task = make_task(config.task)
     at_a_time = config.eval_batch_size or config.batch_size
     if config.questions and not isinstance(task, QuestionTask):
-        raise LabError(f"questions is {config.questions}, but the task {task_name(config.task)} asks none; expected 0")
+        raise LabError(
+            f"questions must be 0 for the task {task_name(config.task)}, which has none; got {config.questions}"
+        )
+    if config.final_eval_rows is not None and isinstance(task, WholeTask):
+        raise LabError(
+            f"final_eval_rows must be None for the task {task_name(config.task)}, whose evaluations use all of its "
+            f"sequences; got {config.final_eval_rows}"
+        )
     size = describe(config.model, vocab_size=task.vocab_size, length=task.length)
     model = build_model(
         size,
@@ -238,5 +246,5 @@ def _evaluation_batches(task: Task, rows: int | None, batch_size: int) -> list[B
     if isinstance(task, WholeTask):
         return [task.whole_table()]
     if rows is None:
-        raise LabError("eval_rows must be a number for a task whose sequences have no end; got None")
+        raise LabError("eval_rows must be a number for a task with infinitely many sequences, got None")
     return evaluation_batches(task, rows, batch_size, seed=0)

@@ -61,7 +61,7 @@ def check_tensor_parallel(config: RunConfig) -> None:
 def require_gpu(config: RunConfig) -> None:
     """Raise a LabError if the run uses the CPU."""
     if config.device == "cpu" or not torch.cuda.is_available():
-        raise LabError(f"{_tp_size()}, expected 1 on a CPU: accelerate supports it on GPUs alone")
+        raise LabError(f"{_tp_size()}, expected 1 on a CPU: accelerate supports it only on GPUs")
 
 
 def check_model(model: nn.Module, *, accumulation: int) -> None:
@@ -77,22 +77,22 @@ def check_model(model: nn.Module, *, accumulation: int) -> None:
     config = cast(PreTrainedModel, model).config
     if type(model) is not KVShiftLlamaForCausalLM:
         raise LabError(
-            f"{_tp_size()}, expected 1 for a model of model_type {config.model_type}: only in kvshift_llama are "
-            "coefficients divided like the heads"
+            f"{_tp_size()}, expected 1 for a model of model_type {config.model_type}: only kvshift_llama shards "
+            "the coefficients like the heads"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if (value := getattr(config, name)) % size:
             raise LabError(f"model.{name} must be a multiple of parallelism_config_tp_size, {size}; got {value}")
     if config.attention_dropout:
         raise LabError(
-            f"attention_dropout is {config.attention_dropout}, expected 0: {_tp_size()}, and every process would drop "
-            "the same positions from its heads"
+            f"attention_dropout is {config.attention_dropout}, expected 0: {_tp_size()}, and all processes would "
+            "drop the same positions"
         )
     if config.qk_norm and accumulation > 1:
         # After each backward pass, ReplicatedWithGradAllReduce sums all of `param.grad` over the processes, not only
         # the gradient that this pass has added to it.
         raise LabError(
-            f"model.qk_norm is True and a step has {accumulation} forward passes, expected 1: {_tp_size()}, in which "
+            f"model.qk_norm is True and a step has {accumulation} forward passes, expected 1: {_tp_size()}, with which "
             "transformers does not accumulate the gradients of QK-norm correctly. Give batch_size = tokens_per_step / "
             "data.sequence_length"
         )

@@ -83,7 +83,7 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
     with friendly_errors(config, smaller), ExitStack() as stack:
         stack.callback(processes.end)  # also after errors: a process that exits without it may be aborted
         if processes.main_first(lambda: open_run(stack, folder, config, to_json(config))):
-            say(f"{config.out} holds this run, finished; its numbers are in {folder.result}")
+            say(f"{config.out} already contains this run, finished; its results are in {folder.result}")
         else:
             _run(stack, config, folder, processes, say, callbacks)
 
@@ -165,7 +165,7 @@ def _run(
         collate=collate,
     )
     if fsdp_is_ignored(trainer):
-        say("FSDP is ignored: accelerate uses it on GPUs alone. Each process holds the whole model (DDP)")
+        say("FSDP is ignored: accelerate uses it only on GPUs. Each process has the full model (DDP)")
     recorder, graceful_stop = add_callbacks(
         stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step
     )
@@ -178,7 +178,7 @@ def _run(
     if processes.is_main:
         result = _result(trainer, folder, config, seconds) | sizes
         write_json(folder.result, result)
-        say(f"finished: validation loss {result['eval_loss']:.4f}; model in {folder.model}, numbers in {folder.result}")
+        say(f"finished: validation loss {result['eval_loss']:.4f}; model in {folder.model}, results in {folder.result}")
 
 
 def _load(config: TrainConfig, tokenizer: Path, processes: Processes) -> TextData:

@@ -60,7 +60,7 @@ class OptimizerConfig:
         if self.schedule == "wsd":
             most = steps - round(steps * self.decay_fraction)
             require(
-                warmup is None or warmup <= most, "optimizer.warmup_steps", warmup, f"{most} at most, before the decay"
+                warmup is None or warmup <= most, "optimizer.warmup_steps", warmup, f"at most {most}, before the decay"
             )
 
 
@@ -158,13 +158,15 @@ class TrainConfig(RunConfig):
         tokens = self.tokens_per_step
         require(tokens is None or tokens >= 1, "tokens_per_step", tokens, "1 or more, or None")
         if self.extend and self.overwrite:
-            raise LabError("extend and overwrite cannot both be given: one keeps what the folder holds, one removes it")
+            raise LabError(
+                "extend and overwrite cannot both be given: one keeps the run in the folder, the other removes it"
+            )
         rank = self.lora_rank
         require(rank is None or rank >= 1, "lora_rank", rank, "1 or more, or None")
         if rank is not None and "lora" not in (self.tune or ""):
             raise LabError(f"lora_rank is {rank}, but tune is {self.tune!r}; expected lora or shift+lora")
         if self.tune is not None and self.model.freeze_shift:
-            raise LabError(f"model.freeze_shift has no effect beside tune ({self.tune}): leave one of them out")
+            raise LabError(f"model.freeze_shift has no effect with tune ({self.tune}): leave one of them out")
         if self.data.streaming:
             require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
 
@@ -174,8 +176,8 @@ class TrainConfig(RunConfig):
         tokens = self.tokens_per_step or at_once
         if tokens % at_once:
             raise LabError(
-                f"tokens_per_step is {tokens}, which is no whole multiple of {at_once} = batch_size "
-                f"{self.batch_size} x data.sequence_length {self.data.sequence_length} x {devices} device(s)"
+                f"tokens_per_step must be a multiple of {at_once} = batch_size {self.batch_size} x "
+                f"data.sequence_length {self.data.sequence_length} x {devices} device(s), got {tokens}"
             )
         return tokens // at_once
 

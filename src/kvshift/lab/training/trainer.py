@@ -118,15 +118,15 @@ class RunTrainer(Trainer):
         norm = super()._get_grad_norm(*args, **kwargs)
         if norm is not None and not math.isfinite(norm):
             cause = (
-                "Mostly the learning rate is too high (optimizer.learning_rate "
-                f"{self._config.optimizer.learning_rate}) or the warm-up too short"
+                "The usual cause is too high a learning rate (optimizer.learning_rate "
+                f"{self._config.optimizer.learning_rate}) or too short a warm-up"
                 if self.state.global_step
-                else "No weight has been updated yet: the cause is in the options of the model or in its start weights"
+                else "No weight has been updated yet: the cause is in the model's options or in its initial weights"
             )
             step = self.state.global_step + 1
             self._fail(
-                f"loss or gradient is not finite at step {step} (loss of the last sequences {float(self._last_loss)}, "
-                f"norm of the gradient {float(norm)}). {cause}",
+                f"the loss or the gradient is not finite at step {step} (last loss {float(self._last_loss)}, gradient "
+                f"norm {float(norm)}). {cause}",
                 step,
             )
         return norm
@@ -227,7 +227,7 @@ class RunTrainer(Trainer):
     def _describe_kept_checkpoint(self) -> str:
         checkpoints = [path.parent.name for path in self._config.out.glob("checkpoint-*/manifest.json")]
         newest = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default=None)
-        return f"{newest} is kept" if newest else "there is no checkpoint before it"
+        return f"{newest} is kept" if newest else "there is no earlier checkpoint"
 
     def _require_finite_loss(self, finite: bool) -> None:
         """Stop the run unless `finite`, which tells whether the loss of the evaluation is finite."""

@@ -36,7 +36,9 @@ def tune_part(model: nn.Module, part: TunedPart, *, rank: int | None, seed: int)
     if part != "lora" and not layers:
         raise LabError(f"tune is {part!r}, but the model has no shift; expected lora, or a model with a shift")
     if part == "current" and any(layer.options.constraint == "gate" for layer in layers):
-        raise LabError("tune is 'current', but with the constraint gate the lag is 1 - the current; expected shift")
+        raise LabError(
+            "tune is 'current', but with the constraint gate the coefficients of a head sum to 1; expected shift"
+        )
     model.requires_grad_(False)
     if part in ("lora", "shift+lora"):
         _add_lora(model, LORA_RANK if rank is None else rank, seed)
@@ -64,7 +66,7 @@ def merge_lora(model: nn.Module) -> None:
 
 def _add_lora(model: nn.Module, rank: int, seed: int) -> None:
     if not is_peft_available():
-        raise LabError(f"tune asks for LoRA, which needs PEFT: {install_command('peft')}")
+        raise LabError(f"tune with LoRA needs the package peft: {install_command('peft')}")
     from peft import LoraConfig, inject_adapter_in_model
 
     found = [

@@ -136,7 +136,7 @@ class EncoderOptions:
         check_choices("model", self)
         check_at_least("model", self, width=1, layers=1, heads=1)
         pairs = 2 * self.heads  # rotary embedding needs heads of even size
-        require(self.width % pairs == 0, "model.width", self.width, f"a multiple of 2 heads, {pairs}")
+        require(self.width % pairs == 0, "model.width", self.width, f"a multiple of 2 * heads = {pairs}")
         window = 3 if self.direction == "both" else 2
         require(
             not self.shift_targets or self.shift_window == window,

@@ -54,8 +54,8 @@ def llama_config(
     _check_numbers(base)
     if base["vocab_size"] < vocab_size:
         raise LabError(
-            f"model.vocab_size is {base['vocab_size']}, but the tokenizer has {vocab_size} tokens: "
-            "the model needs at least as many, or the data another tokenizer"
+            f"model.vocab_size must be at least {vocab_size}, the number of tokens of the tokenizer, got "
+            f"{base['vocab_size']}"
         )
     base["max_position_embeddings"] = max(base.get("max_position_embeddings", 0), sequence_length)
     # Generation must not stop at, or pad with, token ids of another tokenizer.
@@ -63,7 +63,7 @@ def llama_config(
     try:
         config = KVShiftLlamaConfig(**base)
     except Exception as error:  # transformers' strict dataclasses wrap the reason in errors of their own
-        raise LabError(f"the options under model do not make a model: {error.__cause__ or error}") from error
+        raise LabError(f"the options under model are invalid: {error.__cause__ or error}") from error
     heads, kv_heads = config.num_attention_heads, cast(int, config.num_key_value_heads)
     theta = cast(dict[str, Any], config.rope_parameters)["rope_theta"]
     require(0 < theta < math.inf, "model.rope_theta", theta, "more than 0 and finite")
@@ -128,7 +128,12 @@ def with_vanilla_parameters(options: ModelConfig) -> ModelConfig:
     added = find_variant(options.variant or "kv-shift").added_parameters(size)
     before = size.intermediate_size
     width = before - round(added / (3 * size.hidden_size * size.num_hidden_layers))
-    require(width >= 1, "model.intermediate_size", before, f"more than the {before - width} that the variant takes")
+    require(
+        width >= 1,
+        "model.intermediate_size",
+        before,
+        f"more than {before - width}, by which it is reduced to match vanilla's parameters",
+    )
     return options if width == before else replace(options, intermediate_size=width)
 
 

@@ -125,7 +125,7 @@ def resolve_variant(options: _Options) -> _Options:
     if entry.shifts and given.shift_targets == ():
         raise LabError(
             f"model.shift_targets must name at least one of q, k, v with model.variant {given.variant}, got none; "
-            "the model without shift is the variant vanilla"
+            "for a model without shift, choose the variant vanilla"
         )
     made: Any = with_variant(options, given.variant)
     for name, default in refinements(given):

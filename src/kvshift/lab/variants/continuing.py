@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -51,17 +52,17 @@ def continue_rows(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=generation_config,
-            logits_processor=LogitsProcessorList([_refuse_not_finite]),
+            logits_processor=LogitsProcessorList([partial(_refuse_not_finite, dtype=model.dtype)]),
             **kwargs,
         )
     return written[:, ids.shape[1] :]
 
 
-def _refuse_not_finite(ids: Tensor, scores: Tensor) -> Tensor:
+def _refuse_not_finite(ids: Tensor, scores: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Raise an error unless each row of scores (n, vocabulary) has a finite maximum; -inf marks an excluded token."""
     if not scores.amax(-1).isfinite().all():
         raise RunFailedError(
-            f"model: its logits are not finite after {ids.shape[1]} tokens, so that no next token can be chosen; "
-            f"numbers of {scores.dtype} may be too small a range for its weights"
+            f"model: its logits are not finite after {ids.shape[1]} tokens, so no next token can be chosen; "
+            f"the range of {dtype} may be too small for its weights"
         )
     return scores

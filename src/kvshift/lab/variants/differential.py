@@ -118,10 +118,10 @@ def _differ(model: Any) -> None:
     config = model.config
     kv_heads, merged = config.num_key_value_heads, 2 if config.halve_heads else 1
     if kv_heads % merged:
-        raise ValueError(f"half of the KV heads needs an even number of them, got {kv_heads}")
+        raise ValueError(f"num_key_value_heads must be even with halve_heads, got {kv_heads}")
     size = merged * config.head_dim
     if size % 4:
-        raise ValueError(f"two rotated halves need heads whose size is a multiple of 4, got {size}")
+        raise ValueError(f"the head size must be a multiple of 4 (two halves, each rotated in pairs), got {size}")
     of_half = deepcopy(config)
     of_half.head_dim = size // 2
     model.model.rotary_emb = PairRotaryEmbedding(of_half)
@@ -138,7 +138,7 @@ def _differ(model: Any) -> None:
 def _differ_gpt2(model: Any) -> None:
     size = model.config.n_embd // model.config.n_head
     if size % 4:
-        raise ValueError(f"two halves of two parts need heads whose size is a multiple of 4, got {size}")
+        raise ValueError(f"the head size must be a multiple of 4 (two halves of two parts), got {size}")
     for block in model.transformer.h:
         _make_differential(block.attn, size, groups=1)
 

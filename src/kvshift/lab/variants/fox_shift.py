@@ -57,7 +57,7 @@ class FoXShift(TokenMixing):
     ) -> tuple[Tensor, Tensor, ShiftState]:
         """See `TokenMixing.mix`; call it inside `reading`."""
         if self._gates is None:
-            raise RuntimeError("the gates are not known: call it within `reading`, as its attention does")
+            raise RuntimeError("mix has no gates: call it within `reading`, which computes them")
         all_rows, max_rows = ((None, None), 1) if state is None else ((state.k, state.v), state.max_rows)
         (k_hat, k_rows), (v_hat, v_rows) = (
             _shifted(x, gate, state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx)

@@ -64,7 +64,7 @@ class KeyOffset(TokenMixing):
     def __init__(self, heads: Heads, *, whole: bool = False) -> None:
         super().__init__()
         if heads.size % 4:
-            raise ValueError(f"key-offset needs heads whose size is a multiple of 4, got {heads.size}")
+            raise ValueError(f"the head size must be a multiple of 4, got {heads.size}")
         self.whole = whole
 
     def mix(

@@ -129,9 +129,9 @@ class _Sizes:
         if self.rope % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.rope}: by default it is half of head_dim")
         if self.shifts and self.heads < 2:
-            raise ValueError(f"the hard shift of a key and a value needs two heads, got {self.heads}")
+            raise ValueError(f"num_attention_heads must be 2 or more with hard_shift, got {self.heads}")
         if config.shift_rope and not config.hard_shift:
-            raise ValueError("shift_rope must be False where hard_shift is, got True")
+            raise ValueError("shift_rope must be False without hard_shift, got True")
 
 
 class _LatentAttention(KVShiftLlamaAttention):

@@ -75,7 +75,7 @@ class GPT2Options:
             self.head != "norm" or self.width >= vocab_size,
             "model.width",
             self.width,
-            f'{vocab_size} or more with head="norm": each token has its logit there',
+            f'{vocab_size} or more with head="norm", whose logits are the hidden state',
         )
         try:
             ShiftOptions.of(self, name="model.shift_")

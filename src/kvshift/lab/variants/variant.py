@@ -109,7 +109,9 @@ class ModelVariant:
         """Return the class of the model and its configuration."""
         if type(size) not in self.models:
             others = ", ".join(sorted(family.model_type for family in self.models))
-            raise LabError(f"model.variant {self.name} has no {size.model_type}; it has {others}")
+            raise LabError(
+                f"model.variant {self.name} does not support model_type {size.model_type}; it supports {others}"
+            )
         model_class: Any = self.models[type(size)]
         config = deepcopy(size)
         config.__class__ = model_class.config_class

@@ -43,7 +43,7 @@ class LoraNormHead(LoraLinear):
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.pop("adapter_names", None) is not None:
-            raise ValueError("adapter_names cannot be given with an adapter on lm_head: activate one after the other")
+            raise ValueError("adapter_names cannot be given with an adapter on lm_head: activate one adapter at a time")
         if self.disable_adapters and self.merged:
             self.unmerge()
         head, active = self._head, self._unmerged()
@@ -108,6 +108,6 @@ def refuse_others(config: Any) -> None:
 
 def _refusal(what: str) -> TypeError:
     return TypeError(
-        f"lm_head, which brings its rows to length 1, cannot have {what}: merged and unmerged would differ. Use plain "
+        f"lm_head, which scales its rows to length 1, cannot have {what}: merging would change results. Use plain "
         'LoRA with target_modules, or modules_to_save=["lm_head"], or leave lm_head out'
     )

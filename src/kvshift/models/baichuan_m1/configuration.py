@@ -56,15 +56,15 @@ class BaichuanM1Config(LlamaConfig):
             or len(set(layers)) < len(layers)
         ):
             raise ValueError(
-                f"sliding_window_layers must be a list of integers, numbers of layers from 0 to "
-                f"{self.num_hidden_layers - 1}, each once; got {layers!r}"
+                f"sliding_window_layers must be a list of different integers from 0 to "
+                f"{self.num_hidden_layers - 1}, got {layers!r}"
             )
         if (layers or window is not None) and (type(window) is not int or window < 2):
             raise ValueError(
                 f"sliding_window must be an integer of at least 2 with sliding_window_layers; got {window!r}"
             )
         if type(self.conv_window) is not int or self.conv_window != 2:
-            raise ValueError(f"conv_window must be 2, which is all that was released; got {self.conv_window!r}")
+            raise ValueError(f"conv_window must be 2, the only released value; got {self.conv_window!r}")
 
     def _check_heads(self) -> None:
         for name in ("num_swa_attention_heads", "num_swa_key_value_heads"):

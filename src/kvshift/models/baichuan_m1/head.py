@@ -144,8 +144,8 @@ def as_head(module: nn.Module) -> nn.Module:
         return module
     if any(tensor.is_meta for tensor in module.parameters()) or kind is nn.Linear:
         raise TypeError(
-            f"lm_head must be a NormHead, which brings its rows to length 1; got {kind.__module__}.{kind.__qualname__}"
-            f"{'' if getattr(module, 'bias', None) is None else ' with a bias'}. Leave lm_head out of what is replaced "
+            f"lm_head must be a NormHead, which scales its rows to length 1; got {kind.__module__}.{kind.__qualname__}"
+            f"{'' if getattr(module, 'bias', None) is None else ' with a bias'}. Exclude lm_head from replacement "
             "before the weights are loaded (modules_to_not_convert)"
         )
     return module

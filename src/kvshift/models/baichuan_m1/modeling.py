@@ -102,7 +102,7 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
             "lacks": [released_name(key) for key in report["missing_keys"]],
             "has unknown": [released_name(key) for key in report["unexpected_keys"]],
             "has both": [both_names(key) for key, found, _ in report["mismatched_keys"] if tuple(found) == BOTH_NAMES],
-            "has, of another shape,": [
+            "has the wrong shape for": [
                 f"{released_name(key)} {tuple(found)} where {tuple(expected)} was expected"
                 for key, found, expected in report["mismatched_keys"]
                 if tuple(found) != BOTH_NAMES

@@ -67,4 +67,4 @@ def _refuse_others(found: Mapping[str, Tensor], config: KVShiftLlamaConfig) -> N
         if found[name].shape != expected[name].shape
     ]
     if wrong:
-        raise ValueError(f"weights are not those of this config: the checkpoint {'; '.join(sorted(wrong))}")
+        raise ValueError(f"weights do not match config: the checkpoint {'; '.join(sorted(wrong))}")

@@ -203,7 +203,7 @@ def _spread(logits: Tensor) -> float:
     """Return the standard deviation over the vocabulary, without tokens of infinite logits; the mean over positions."""
     spread = float(logits[:, logits.isinf().logical_not().all(0)].std(dim=-1).mean())
     if not spread > 0:
-        raise ValueError(f"model must give finite logits that differ, got a spread of {spread} for random tokens")
+        raise ValueError(f"model must return finite logits that differ, got a spread of {spread} for random tokens")
     return spread
 
 

@@ -74,7 +74,7 @@ def check_model(
     with undisturbed(model):
         subject = Subject(model, length, seed, _special_tokens(model, tokenizer))
         if subject.tolerance > subject.spread / 100:
-            notes.append(f"errors below {subject.tolerance:.2g} are not told from rounding, or from chance")
+            notes.append(f"errors below {subject.tolerance:.2g} cannot be distinguished from rounding or chance")
         for name in chosen:
             verdicts.append(_verdict(subject, name))
             say(verdicts[-1])
@@ -111,7 +111,7 @@ def _verdict(subject: Subject, name: str) -> Verdict:
 def _chosen(properties: Sequence[str] | None) -> list[str]:
     unknown = [name for name in properties or () if name not in PROPERTIES]
     if unknown or (properties is not None and not properties):
-        raise ValueError(f"properties must name some of {'; '.join(PROPERTIES)}, got {list(properties or ())}")
+        raise ValueError(f"properties must be one or more of {'; '.join(PROPERTIES)}, got {list(properties or ())}")
     return [name for name in PROPERTIES if properties is None or name in properties]
 
 
@@ -132,7 +132,7 @@ def _require_length(length: int, config: Any) -> None:
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and 0 <= most < 2 * length + 16:  # XLNet has no limit, which it calls -1
         raise ValueError(
-            f"length must be at most {(most - 16) // 2} for a model of max_position_embeddings={most}, got {length}"
+            f"length must be at most {(most - 16) // 2} for a model with max_position_embeddings={most}, got {length}"
         )
 
 

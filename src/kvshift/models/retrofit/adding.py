@@ -54,8 +54,8 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
     for name, module in model.named_modules():
         if "forward" in vars(module):
             raise ValueError(
-                f"model has a hook in the place of {name or 'its own'}.forward, as a device_map of several devices "
-                "leaves there: add the shift before the model is spread over devices"
+                f"model has a hook in place of {name or 'its own'}.forward, as from a device_map with several devices: "
+                "add the shift before the model is spread over devices"
             )
     config = shifted_config(model.config, family, options)
     convert(model, family, config)
@@ -81,8 +81,8 @@ def load_kv_shift(folder: str | Path, **options: Any) -> PreTrainedModel:
     if name not in classes or not isinstance(config, classes[name].config_class):
         known = ", ".join(classes)
         raise ValueError(
-            f"{folder} holds no model that add_kv_shift made: its model_type is {config.model_type!r}, its class "
-            f"{name}; known: {known}"
+            f"{folder} is not a model with a shift from add_kv_shift: its model_type is {config.model_type!r}, its "
+            f"class {name}; known: {known}"
         )
     return classes[name].from_pretrained(folder, **options)
 
@@ -94,6 +94,6 @@ def _family_of(model: PreTrainedModel) -> Family:
     known = ", ".join(plain.__name__ for family in FAMILIES for plain in family.models)
     kind = getattr(getattr(model, "config", None), "model_type", "none")
     raise ValueError(
-        f"model is a {type(model).__name__} (model_type {kind!r}), for which there is no KV shift here; known: "
-        f'{known}. How a family is added: CONTRIBUTING.md, "A model family"'
+        f"model is a {type(model).__name__} (model_type {kind!r}), which add_kv_shift does not support; "
+        f'supported: {known}. To add a family, see CONTRIBUTING.md, "A model family"'
     )

@@ -85,7 +85,7 @@ class _Gemma3Decoder(RetrofittedDecoder):
 
 def _refuse_bidirectional(config: Any) -> None:
     if config.use_bidirectional_attention:
-        raise ValueError("use_bidirectional_attention is True in the configuration: with a shift, attention is causal")
+        raise ValueError("use_bidirectional_attention must be False in the configuration: KV shift is causal")
 
 
 GEMMA3 = rotary_family(

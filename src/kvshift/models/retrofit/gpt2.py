@@ -109,8 +109,8 @@ class KVShiftGPT2ForSequenceClassification(Retrofitted, GPT2ForSequenceClassific
 def _refuse(config: GPT2Config) -> None:
     if config.add_cross_attention:
         raise ValueError(
-            "add_cross_attention is True in the configuration: the shift has no meaning for the keys and values of "
-            "its crossattention layers, which come from an encoder"
+            "add_cross_attention must be False in the configuration: the shift has no meaning for the keys and values "
+            "of crossattention layers, which come from an encoder"
         )
 
 

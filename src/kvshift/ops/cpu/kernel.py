@@ -49,13 +49,13 @@ class _Call(ctypes.Structure):
 def cpu_refusal(x: Tensor, window: int) -> str | None:
     """Return why the kernel cannot take x, a plain tensor; None if it can."""
     if torch.compiler.is_compiling():
-        return "it is not for torch.compile, which makes code of its own"
+        return "it does not support torch.compile, which generates its own code"
     if not x.is_cpu:
         return f"it runs on the CPU, the tensors are on {x.device}"
     if x.dtype not in _DTYPES:
-        return f"it knows {', '.join(_DTYPES.values())}, the tensors are {x.dtype}"
+        return f"it supports {', '.join(_DTYPES.values())}, the tensors are {x.dtype}"
     if window > _MAX_WINDOW:
-        return f"its window is {_MAX_WINDOW} at most, got {window}"
+        return f"it supports windows up to {_MAX_WINDOW}, got {window}"
     return _kernels().refusal
 
 
@@ -165,7 +165,7 @@ class _Kernels:
         try:
             library = ctypes.CDLL(str(path))  # shares torch's OpenMP: no second thread pool
         except OSError as error:
-            self.refusal = f"{path.name} does not load: {error}"
+            self.refusal = f"{path.name} cannot be loaded: {error}"
             return
         for dtype, name in _DTYPES.items():
             for direction, functions in (("forward", self.forward), ("backward", self.backward)):

@@ -26,9 +26,9 @@ _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton runs 
 def triton_refusal(x: Tensor, window: int) -> str | None:
     """Return why the kernels cannot take x, a plain or fake tensor; None if they can."""
     if x.dtype not in _DTYPES:
-        return f"it knows {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, the tensors are {x.dtype}"
+        return f"it supports {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, the tensors are {x.dtype}"
     if window > _MAX_WINDOW:
-        return f"its window is {_MAX_WINDOW} at most, got {window}"
+        return f"it supports windows up to {_MAX_WINDOW}, got {window}"
     if not _HAS_TRITON:
         return "Triton is not installed"
     if not x.is_cuda and not (x.is_cpu and _IS_INTERPRETED):
@@ -52,7 +52,7 @@ def shift_triton(x: Call, sequences: int) -> tuple[Tensor | None, Tensor, Tensor
     """
     records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x[:TENSORS])
     if records and x.cos is not None and (x.k_state is not None or x.v_state is not None):
-        raise ValueError("k_state and v_state must be None where gradients are recorded: none flows through a state")
+        raise ValueError("k_state and v_state must be None where gradients are recorded: a state has no gradient")
     rows, max_rows = x.rows(), x.rows_to_keep()
     if x.sources is None:
         rows = min(max_rows, rows + x.k.shape[1])

@@ -140,7 +140,7 @@ def _decide(kind: Kind) -> bool:
     if fault is not None:
         warnings.warn(
             f"the Triton kernels fail their self-test on {_device_name(kind.device)} ({kind}): {fault}. "
-            'For the rest of this process backend "auto" takes plain operations there, which are slower. Please report '
+            'For the rest of this process backend "auto" uses plain operations there, which are slower. Please report '
             "this with the output of `kvshift doctor`. KVSHIFT_SELF_TEST=0 switches the test off.",
             RuntimeWarning,
             stacklevel=2,

@@ -19,12 +19,12 @@ def table_entry(name: str, method: str, *, variants: int) -> Entry:
             "smoke": Preset(seeds=1, cost=f"{10 * variants} seconds on two cores", grid=GRIDS["smoke"]),
             "laptop": Preset(
                 seeds=3,
-                cost=f"{13 * variants} minutes on two cores; what tables share is run once",
+                cost=f"{13 * variants} minutes on two cores; runs that tables share are done once",
                 grid=GRIDS["laptop"],
             ),
             "paper": Preset(
                 seeds=3,
-                cost=f"{45 * variants} runs of two hours on 8 A100 each in the paper; not measured",
+                cost=f"{45 * variants} runs of two hours each on 8 A100 in the paper; not measured",
                 grid=GRIDS["paper"],
             ),
         },
@@ -41,7 +41,7 @@ def figure_entry(name: str, title: str, *, runs: int, size: str) -> Entry:
             "smoke": Preset(seeds=1, cost="40 seconds on two cores", grid=GRIDS["smoke"]),
             "laptop": Preset(
                 seeds=3,
-                cost="32 minutes on two cores; what other recipes of the study have run is not run again",
+                cost="32 minutes on two cores; runs that other recipes of the study have done are reused",
                 grid=GRIDS["laptop"],
             ),
             "paper": Preset(seeds=1, cost=f"{runs} runs of a model of {size} on many GPUs; not measured"),

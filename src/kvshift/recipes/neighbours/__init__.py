@@ -12,7 +12,7 @@ ENTRY = Entry(
             seeds=3, cost="35 minutes on two cores, half of which other recipes share", grid=GRIDS["laptop"]
         ),
         "paper": Preset(
-            seeds=3, cost="36 runs of two hours on 8 A100 each in the paper; not measured", grid=GRIDS["paper"]
+            seeds=3, cost="36 runs of two hours each on 8 A100 in the paper; not measured", grid=GRIDS["paper"]
         ),
     },
     study="language_models",

@@ -145,7 +145,7 @@ class RetrofitJob(TextJob):
         """See `Job`; add the measurements, and replace local paths of model and tokenizer by their names."""
         measured = {} if self.held_out is None else RunFolder(out).read(out / _MEASURED)
         if measured is None:
-            raise LabError(f"{out} has been trained, and not been measured")
+            raise LabError(f"{out} contains a finished run, but no {_MEASURED}")
         found = super().record(out)
         data = found["options"]["data"] | {"tokenizer": self.config.data.tokenizer}
         options = found["options"] | {"init_from": self.config.init_from, "data": data}

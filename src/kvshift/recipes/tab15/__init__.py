@@ -11,7 +11,7 @@ ENTRY = Entry(
         "laptop": Preset(seeds=3, cost="35 minutes on two cores", grid=GRIDS["laptop"]),
         "paper": Preset(
             seeds=3,
-            cost="40 runs of two hours on 8 A100 each in the paper; not measured",
+            cost="40 runs of two hours each on 8 A100 in the paper; not measured",
             grid=Grid(rates=(2e-3,), seeds=(1000,)),
         ),
     },

@@ -106,7 +106,7 @@ def test_markers_that_texts_need_are_refused(tmp_path: Path):
     words = {word: at for at, word in enumerate(["<end>", *VOCABULARY[3:]])}
     save_word_level(words, tmp_path / "words")
     make_encoder(str(tmp_path / "words"), Layout())
-    with pytest.raises(LabError, match=r"igsm.markers takes the tokens 222 and 223"):
+    with pytest.raises(LabError, match=r"igsm.markers needs the tokens 222 and 223"):
         make_encoder(str(tmp_path / "words"), Layout(markers=True))
 
 

@@ -100,18 +100,18 @@ class CFGGrammar:
         terminals = sorted(named - set(rules))
         if min(rules) <= BOS or terminals != list(range(1, len(terminals) + 1)):
             raise LabError(
-                f"grammar.rules: the symbols without rules must be 1, 2, ... ({BOS} begins a sentence and is no "
-                f"symbol), got {terminals}"
+                f"grammar.rules: the symbols without rules must be 1, 2, ... ({BOS} is reserved for the beginning of a "
+                f"sentence), got {terminals}"
             )
         if unused := sorted(set(rules) - named - {self.root}):
             raise LabError(
-                f"grammar.rules: nothing becomes {', '.join(map(str, unused))}; the first symbol is the root"
+                f"grammar.rules: no rule produces {', '.join(map(str, unused))}, and the root is the first symbol"
             )
         try:
             order = self.bottom_up
         except CycleError as error:
             raise LabError(
-                f"grammar.rules: no symbol may come back in what it becomes, got {' <- '.join(map(str, error.args[1]))}"
+                f"grammar.rules: no symbol may produce itself, got {' <- '.join(map(str, error.args[1]))}"
             ) from None
         least = dict.fromkeys(terminals, 0.0)
         for symbol in order:
@@ -120,7 +120,7 @@ class CFGGrammar:
             )
         if least[self.root] < math.log(np.finfo(np.float64).tiny):
             raise LabError(
-                "grammar.rules: every derivation must have a probability that float64 can hold, got one of "
+                "grammar.rules: the probability of every derivation must be representable in float64, got "
                 f"exp({least[self.root]:.0f})"
             )
 

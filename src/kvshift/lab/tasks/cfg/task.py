@@ -39,7 +39,7 @@ class CFGConfig:
     def __post_init__(self) -> None:
         check_at_least("cfg", self, length=2, prefix=1)
         shortest = self.grammar.lengths.shortest
-        below = f"below {shortest}, the shortest sentence of cfg.grammar"
+        below = f"below {shortest}, the length of the shortest sentence of cfg.grammar"
         require(self.prefix < shortest, "cfg.prefix", self.prefix, below)
         require(0 <= self.temperature < math.inf, "cfg.temperature", self.temperature, "0 or more")
 

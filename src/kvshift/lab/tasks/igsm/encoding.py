@@ -143,8 +143,8 @@ class _Subwords(Encoder):
         self.begin, self.parting = ([_MARKS[0]], [_MARKS[1]]) if layout.markers else ([], [])
         if layout.markers and not self._are_unused(_MARKS):
             raise LabError(
-                f"igsm.markers takes the tokens {_MARKS[0]} and {_MARKS[1]}, which the tokenizer {name!r} has not or "
-                "needs for texts: give markers no, or GPT-2's tokenizer"
+                f"igsm.markers needs the tokens {_MARKS[0]} and {_MARKS[1]}, which the tokenizer {name!r} lacks or "
+                "uses for text: give markers no, or GPT-2's tokenizer"
             )
         numbers = self.tokenizer([f" {number}" for number in range(modulus)], add_special_tokens=False)["input_ids"]
         self.whole_values = all(len(number) == 1 for number in numbers)

@@ -107,7 +107,7 @@ class IGSMConfig:
         new = self.max_new_tokens
         require(new is None or new >= 1, "igsm.max_new_tokens", new, "None, or 1 or more")
         if self.as_printed and self.generator != "kamino":
-            raise LabError(f"igsm.as_printed is for the generator kamino, got {self.generator}")
+            raise LabError(f"igsm.as_printed needs the generator kamino, got {self.generator}")
         require(self.max_items <= 10, "igsm.max_items", self.max_items, "10 or less (items of a category)")
         few = not self.as_printed or min(4 * self.max_items, self.max_operations) <= most
         require(few, "igsm.max_operations", self.max_operations, f"{most} or less ({why})")
