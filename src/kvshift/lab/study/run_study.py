@@ -63,7 +63,8 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], execution: Stud
     say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
     if jobs != asked:
         say(
-            f"{SHARED_DATA_ENV} names no folder of text, so the bundled corpus, which is far smaller, is read repeatedly"
+            f"{SHARED_DATA_ENV} names no folder of text, "
+            "so the bundled corpus, which is far smaller, is read repeatedly"
         )
     records: list[Record] = []
     if tuning:
