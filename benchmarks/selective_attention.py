@@ -33,7 +33,7 @@ from kvshift.lab.core.environment import environment
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
-from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_whole
+from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_full
 
 CONTEXTS = (512, 1024, 2048, 4096)
 HEADS, KV_HEADS, SIZE = 3, 1, 64
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, axis: Any) -> Tensor:
-    return selective_attention_whole(q, k, v, scaling=SIZE**-0.5, axis=axis)[0]
+    return selective_attention_full(q, k, v, scaling=SIZE**-0.5, axis=axis)[0]
 
 
 def blocks(q: Tensor, k: Tensor, v: Tensor, axis: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvshift.benchmarks.serving_page import BASELINE, CONTROL, render
+from kvshift.benchmarks.serving_page import BASELINE, CONTROL, render_tables
 
 STAMP: dict[str, Any] = {
     "shape": {
@@ -48,7 +48,7 @@ def test_speed() -> None:
         *speed("one stream", (2.0, 2.1), (1.04, 1.05, 1.06), requests=1, prompt_tokens=4, new_tokens=64),
         *speed("first token", (0.25, 0.3), (1.1, 1.2, 1.3), requests=1, prompt_tokens=512, new_tokens=1),
     ]
-    table = render([], rows).splitlines()
+    table = render_tables([], rows).splitlines()
     assert table[4:8] == [
         "| prompts | 16 | 512, 1 | 4,096 tokens/s | 3,901 tokens/s | 1.050 (1.010 to 1.090) | 1.010 (0.990 to 1.020) |",
         "| both | 16 | 256, 64 | 256 tokens/s | 256 tokens/s | 1.000 (0.980 to 1.020) | 1.010 (0.990 to 1.020) |",
@@ -56,13 +56,13 @@ def test_speed() -> None:
         "| first token | 1 | 512, 1 | 0.250 s | 0.300 s | 1.200 (1.100 to 1.300) | 1.010 (0.990 to 1.020) |",
     ]
     assert "commit 01234567, 2026-11-23" in "\n".join(table)
-    assert render([], rows[::-1]).splitlines()[7:3:-1] == table[4:8]  # the order of engines does not matter
-    assert "1.050 (1.010 to 1.090) |  |" in render([], rows[:2])  # a file without a control
+    assert render_tables([], rows[::-1]).splitlines()[7:3:-1] == table[4:8]  # the order of engines does not matter
+    assert "1.050 (1.010 to 1.090) |  |" in render_tables([], rows[:2])  # a file without a control
 
 
 def test_capacity() -> None:
     rows = [*capacity("KVShiftLlama", 16, 0.0588), *capacity("KVShiftLlama", 128, 0.0078), *capacity("Qwen3", 16, 0.03)]
-    table = render(rows, []).splitlines()
+    table = render_tables(rows, []).splitlines()
     assert table[:5] == [
         "| model | block size | bytes per token | of them raw | by hand | 128 tokens | 2,048 tokens |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -34,11 +34,11 @@ def shifts(monkeypatch):
     """A list whose only number counts the shifts of keys and values."""
     calls, operator = [0], attention_inputs.shift_keys_values
 
-    def counted(*args, **options):
+    def with_progress(*args, **options):
         calls[0] += 1
         return operator(*args, **options)
 
-    monkeypatch.setattr(attention_inputs, "shift_keys_values", counted)
+    monkeypatch.setattr(attention_inputs, "shift_keys_values", with_progress)
     return calls
 
 

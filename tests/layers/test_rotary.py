@@ -55,7 +55,7 @@ def checked(layer: KVShift, **given: Any) -> tuple[Any, ...]:
 
 
 @pytest.fixture
-def counted(monkeypatch) -> list:
+def with_progress(monkeypatch) -> list:
     """The calls that took the path for the next token of generation."""
     calls = []
 
@@ -92,11 +92,11 @@ def test_shift_then_rotate(targets, positions):
 
 @covering(dtype=DTYPES, targets=[(), ("k",), ("v",), ("k", "v")], rows=[(1, 1), (3, 3), (3, 1)])
 @torch.no_grad()
-def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets, rows, counted):
+def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets, rows, with_progress):
     batch, angles = rows
     layer = KVShift(G, ShiftOptions(targets=targets), num_heads=H).to(torch.promote_types(dtype, torch.float32))
     checked(layer, **a_token(batch, dtype, angles))
-    assert len(counted) == 1  # "eager" does not take this path
+    assert len(with_progress) == 1  # "eager" does not take this path
 
 
 def same_rows(q: Tensor, k: Tensor, v: Tensor, state: ShiftState, rotary: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ TAKEN: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", TAKEN)
-def test_what_is_taken_as_the_next_token(case, counted):
+def test_what_is_taken_as_the_next_token(case, with_progress):
     change, options = TAKEN[case]
     given = a_token()
     given |= change(**given)
@@ -134,7 +134,7 @@ def test_what_is_taken_as_the_next_token(case, counted):
         layer.alpha.data[1, 1] = layer.beta.data[0, 0] = 0
     with torch.set_grad_enabled(case == "gradients"):
         checked(layer, **given)
-    assert bool(counted) is (case in list(TAKEN)[:3])
+    assert bool(with_progress) is (case in list(TAKEN)[:3])
 
 
 def by_data(layer: KVShift, alpha: Tensor) -> None:
@@ -168,7 +168,7 @@ CHANGES: dict[str, Callable[[KVShift, Tensor], Any]] = {
 )
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
 @pytest.mark.parametrize("copied", [False, True], ids=["", "a copy"])
-def test_the_next_token_takes_the_coefficients_as_they_are_now(change, numbers, inference, copied, counted):
+def test_the_next_token_takes_the_coefficients_as_they_are_now(change, numbers, inference, copied, with_progress):
     """Between tokens, the layer caches views of the coefficients and whether one is zero: a zero lag is not read."""
     with torch.inference_mode(inference), torch.no_grad():
         layer, given = KVShift(G), a_token()
@@ -183,7 +183,7 @@ def test_the_next_token_takes_the_coefficients_as_they_are_now(change, numbers, 
             layer = copy.deepcopy(layer)
         CHANGES[change](layer, alpha)
         second = checked(layer, **given)
-        assert len(counted) == 2
+        assert len(with_progress) == 2
         assert not torch.equal(second[1], first[1])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshift.lab.study.arm import Arm, arm_of_label
+from kvshift.lab.study.arm import Arm, arm_from_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import CFG3F, CFG3S, CFGTask
 from kvshift.lab.tasks.streams import evaluation_batches
@@ -124,7 +124,7 @@ def test_a_run_of_smoke(tmp_path: Path):
     assert given.curve["step"][-1] == cfg.SMOKE.steps
     answers = given.result["answers"]
     assert {name: answers[name]["questions"] for name in answers} == {"from_prefix": 4, "from_start": 4}
-    other = replace(given, arm=arm_of_label("vanilla"))
+    other = replace(given, arm=arm_from_label("vanilla"))
     assert [claim.direction for claim in RECIPE.claims([given, other])] == ["not shown"] * 5
     assert task_of(given.options).config == cfg.SMOKE.task
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import to_json
-from kvshift.lab.data.config import SHARED
+from kvshift.lab.data.config import SHARED_DATA_ENV
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.jobs import with_available_text
 from kvshift.lab.study.recipe import Record
@@ -124,9 +124,9 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Jobs on bundled text stay unchanged, and so do all jobs when a folder is named."""
-    monkeypatch.delenv(SHARED, raising=False)
+    monkeypatch.delenv(SHARED_DATA_ENV, raising=False)
     if given is not None:
-        monkeypatch.setenv(SHARED, given)
+        monkeypatch.setenv(SHARED_DATA_ENV, given)
     started: list[Any] = []
 
     def stop(work: list[Any], **kwargs: Any):
@@ -140,7 +140,7 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
     assert "the bundled corpus, which is far smaller, is read" in capsys.readouterr().err
     asked = RECIPE.jobs("smoke", [0])
     assert with_available_text(asked) == asked
-    monkeypatch.setenv(SHARED, str(tmp_path))
+    monkeypatch.setenv(SHARED_DATA_ENV, str(tmp_path))
     asked = RECIPE.jobs("laptop", [0])
     assert with_available_text(asked) == asked
 
@@ -149,10 +149,12 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
 def test_a_text_that_is_not_there_is_asked_for(
     given: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delenv(SHARED, raising=False)
+    monkeypatch.delenv(SHARED_DATA_ENV, raising=False)
     if given is not None:
-        monkeypatch.setenv(SHARED, given and str(tmp_path / given))
-    with pytest.raises(LabError, match=rf"{SHARED} must name the folder that contains wiki2014-en/train.*it is {said}"):
+        monkeypatch.setenv(SHARED_DATA_ENV, given and str(tmp_path / given))
+    with pytest.raises(
+        LabError, match=rf"{SHARED_DATA_ENV} must name the folder that contains wiki2014-en/train.*it is {said}"
+    ):
         RECIPE.jobs("laptop", [0])[0].run(tmp_path / "out")
 
 
@@ -176,7 +178,7 @@ def test_what_is_kept_of_a_run_is_the_same_on_every_machine(tmp_path: Path, monk
         folder.mkdir(parents=True)
         for part in ("train", "valid"):
             (folder / f"{part}.jsonl").write_text(text)
-        monkeypatch.setenv(SHARED, str(folder.parent))
+        monkeypatch.setenv(SHARED_DATA_ENV, str(folder.parent))
         job = RECIPE.jobs("smoke", [0])[-1]
         data = replace(job.config.data, corpus="wiki/train.jsonl", validation="wiki/valid.jsonl")
         job = replace(job, config=replace(job.config, data=data))

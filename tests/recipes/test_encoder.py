@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvshift.lab.data.config import SHARED
+from kvshift.lab.data.config import SHARED_DATA_ENV
 from kvshift.lab.study.jobs import with_available_text
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.building import build_model, count_parameters, describe
@@ -58,13 +58,13 @@ def test_a_loss_of_every_seed_fails_and_no_difference_is_not_shown() -> None:
 
 
 def test_where_no_folder_of_text_is_named_the_records_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SHARED, raising=False)
+    monkeypatch.delenv(SHARED_DATA_ENV, raising=False)
     asked = RECIPE.jobs("laptop", [0])
     made: list[Any] = with_available_text(asked)
     tasks = [job.config.task for job in made]
     assert [(task.corpus, task.validation) for task in tasks] == [("tinyshakespeare", None)] * 4
     assert with_available_text(RECIPE.jobs("smoke", [0])) == RECIPE.jobs("smoke", [0])
-    monkeypatch.setenv(SHARED, "folder")
+    monkeypatch.setenv(SHARED_DATA_ENV, "folder")
     assert with_available_text(asked) == asked
 
 

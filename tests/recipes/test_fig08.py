@@ -10,9 +10,9 @@ import torch
 
 from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.options import to_json
-from kvshift.lab.study.arm import arm_of_label
+from kvshift.lab.study.arm import arm_from_label
 from kvshift.lab.study.recipe import Record
-from kvshift.lab.tasks import HopConfig, HopTask, generator_of
+from kvshift.lab.tasks import HopConfig, HopTask, batch_generator
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes.fig08 import study as fig08
 from kvshift.recipes.fig08.study import HOPS, PUBLISHED, errors_by_hops
@@ -82,7 +82,7 @@ class Oracle(torch.nn.Module):
     def learn(self, config: HopConfig, rows: int) -> None:
         for hops in range(1, config.max_hops + 1):
             task = HopTask(replace(config, hops=hops))
-            batch = task.batch(generator_of("evaluation", 1, hops * 10_000), rows)
+            batch = task.batch(batch_generator("evaluation", 1, hops * 10_000), rows)
             self.rows |= {
                 tuple(ids.tolist()): labels for ids, labels in zip(batch.input_ids, batch.labels, strict=True)
             }
@@ -106,7 +106,7 @@ def test_errors_are_those_of_defined_targets_at_each_k():
     assert errors["rows"] == 20
     assert errors["off"]["1"] == errors["off"]["3"] == 0
     task = HopTask(replace(config, hops=2))
-    slices = task.batch(generator_of("evaluation", 1, 20_000), 20).slices
+    slices = task.batch(batch_generator("evaluation", 1, 20_000), 20).slices
     defined = slices == 2
     assert errors["off"]["2"] == pytest.approx(int(defined[:, 10].sum()) / int(defined.sum()))
     assert errors["on"] == {"1": 1.0, "2": 1.0, "3": 1.0}
@@ -201,7 +201,7 @@ def test_a_run_of_smoke(tmp_path: Path):
     job.run(tmp_path)
     assert read_json(tmp_path / "result.json") == before
     assert job.record(tmp_path)["result"]["errors"] == errors
-    claims = RECIPE.claims([record, replace(record, arm=arm_of_label("KV-shift, 2 layers"))])
+    claims = RECIPE.claims([record, replace(record, arm=arm_from_label("KV-shift, 2 layers"))])
     assert [claim.direction for claim in claims] == ["not shown"] * 2
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvshift.lab.core.options import to_json
-from kvshift.lab.study.arm import arm_of_label
+from kvshift.lab.study.arm import arm_from_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import NGramTask
 from kvshift.lab.variants.building import llama_config
@@ -92,7 +92,7 @@ def test_how_soon_is_judged_by_the_interval_of_the_ratio(ours: list, theirs: lis
     for kind, steps in (("KV-shift", ours), ("vanilla", theirs)):
         for record, step in zip(records("0.4M", [0.9] * len(steps), [0.9] * len(steps)), steps, strict=False):
             curve = {"step": [1, step or 300, 400], "new": [0.1, 0.99 if step else 0.5, 0.99 if step else 0.6]}
-            given.append(replace(record, arm=arm_of_label(f"{kind}, 0.4M"), curve=curve))
+            given.append(replace(record, arm=arm_from_label(f"{kind}, 0.4M"), curve=curve))
     _, soon = RECIPE.claims(given)
     assert soon.direction == direction
 
@@ -105,7 +105,7 @@ def test_a_spike_at_the_last_step_is_not_what_was_memorized():
         for record in records("0.8K", [1.0] * 5, [1.0] * 5)[:5]:
             last = 0.93 if kind == "KV-shift" and record.seed == 3 else 1.0
             accuracy = [0.1] * 20 + [1.0] * 39 + [last]
-            given.append(replace(record, arm=arm_of_label(f"{kind}, 0.8K"), curve={"step": steps, "new": accuracy}))
+            given.append(replace(record, arm=arm_from_label(f"{kind}, 0.8K"), curve={"step": steps, "new": accuracy}))
     much, _ = RECIPE.claims(given)
     assert much.direction == "holds"
     assert fig09._final({record.seed: record for record in given[:5]}) == pytest.approx([1, 1, 1, 0.9965, 1])
@@ -124,7 +124,7 @@ def test_a_ratio_that_is_not_1_may_be_near_enough():
         for record in records("3.2M", [1.0] * 5, [1.0] * 5)[:5]:
             steps = [1, (100 + record.seed**2) * factor + 0.1 * record.seed, 400]
             given.append(
-                replace(record, arm=arm_of_label(f"{kind}, 3.2M"), curve={"step": steps, "new": [0.1, 0.99, 1.0]})
+                replace(record, arm=arm_from_label(f"{kind}, 3.2M"), curve={"step": steps, "new": [0.1, 0.99, 1.0]})
             )
     _, soon = RECIPE.claims(given)
     assert soon.direction == "holds"
@@ -148,5 +148,5 @@ def test_a_run_of_smoke(tmp_path: Path):
     assert record.result["evaluation"]["rows"] == pairs
     assert record.curve["step"] == [2, 4]
     assert fig09._final({3: record}) == [pytest.approx(sum(record.curve["new"]) / 2)]
-    claims = RECIPE.claims([record, replace(record, arm=arm_of_label("KV-shift, 0.8K"))])
+    claims = RECIPE.claims([record, replace(record, arm=arm_from_label("KV-shift, 0.8K"))])
     assert [claim.direction for claim in claims] == ["not shown"] * 2

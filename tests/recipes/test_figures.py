@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.analysis.colors import BLUE, VERMILLION, shades
-from kvshift.lab.study.recipe import reported
-from kvshift.lab.study.records import kept_records
+from kvshift.lab.study.recipe import without_tuning_runs
+from kvshift.lab.study.records import load_records
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 
@@ -51,10 +51,10 @@ def test_there_are_figures() -> None:
 
 @pytest.mark.parametrize(("name", "preset"), KEPT)
 def test_figure(name: str, preset: str) -> None:
-    records = kept_records(RESULTS, find_recipe(name), preset)
+    records = load_records(RESULTS, find_recipe(name), preset)
     if records is None:
         pytest.skip("has not been run to its end")
-    figure = find_recipe(name).plot(reported(records))
+    figure = find_recipe(name).plot(without_tuning_runs(records))
     assert not hidden_by_legends(figure)
     assert not first_points_cut_off(figure)
     for label, colors in colors_by_label(figure).items():

@@ -13,7 +13,7 @@ import pytest
 from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.recipe import Record, diverged
+from kvshift.lab.study.recipe import Record, has_diverged
 from kvshift.lab.study.tuning import best_rates, least_loss, tuning_jobs
 from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
@@ -195,7 +195,7 @@ def test_a_cell_that_diverged_says_so_and_is_never_the_best() -> None:
     point = GridPoint(2, 128)
     good = made("vanilla", point, 3.5, seed=1000, rate=4e-3, tunes=True)
     bad = replace(made("vanilla", point, 2.5, seed=1000, rate=8e-3, tunes=True), result={"diverged_at": 7})
-    assert diverged(bad)
+    assert has_diverged(bad)
     assert best_rates([good, bad], least_loss()) == {arm_at(point, "vanilla"): 4e-3}
     records = [good, bad, *seeds({"vanilla": ALIKE})]
     assert "| 0.008 (0.002) | diverged (3.3605) |" in lm_tables.side_by_side(records, "vanilla")
@@ -370,7 +370,7 @@ def test_a_run_of_smoke(tmp_path: Path) -> None:
     assert found.curve["step"] == [2, 4]
     table = [sum(found.curve[f"alpha1 {a} alpha2, beta1 {b} beta2"][-1] or 0 for a in (">", "<=") for b in (">", "<="))]
     assert table == [2]  # KV heads
-    assert not diverged(found)
+    assert not has_diverged(found)
 
 
 @pytest.mark.slow
@@ -382,7 +382,7 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
     assert job.is_finished(tmp_path / "run")
     job.run(tmp_path / "run")  # a finished run is left unchanged
     found = Record(arm=job.arm, seed=3, **job.record(tmp_path / "run"))
-    assert diverged(found)
+    assert has_diverged(found)
     assert 1 <= found.result["diverged_at"] <= 4
     assert least_loss()(found) == (-math.inf,)
 

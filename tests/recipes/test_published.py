@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.study.recipe import reported
-from kvshift.lab.study.records import kept_records
+from kvshift.lab.study.recipe import without_tuning_runs
+from kvshift.lab.study.records import load_records
 from kvshift.lab.study.tuning import at_best_rates, best_rates, tuning_jobs
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 
@@ -23,10 +23,10 @@ PUBLISHED = [
 @pytest.mark.parametrize(("name", "preset"), PUBLISHED)
 def test_published_runs_are_those_of_the_preset(name: str, preset: str) -> None:
     recipe = find_recipe(name)
-    records = kept_records(RESULTS, recipe, preset)
+    records = load_records(RESULTS, recipe, preset)
     if records is None:
         pytest.skip("its study has others' runs alone")
-    shown, grid = reported(records), recipe.presets[preset].grid
+    shown, grid = without_tuning_runs(records), recipe.presets[preset].grid
     jobs = recipe.jobs(preset, sorted({record.seed for record in shown}))
     if grid is not None:
         tuning = [record for record in records if record.tunes is not None]

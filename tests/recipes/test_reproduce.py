@@ -16,9 +16,9 @@ from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import Computation
-from kvshift.lab.study.recipe import Recipe, reported
+from kvshift.lab.study.recipe import Recipe, without_tuning_runs
 from kvshift.lab.study.records import read_records
-from kvshift.lab.study.run_study import folder_of
+from kvshift.lab.study.run_study import job_folder
 from kvshift.recipes import catalogue, listing
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
@@ -202,7 +202,7 @@ def test_every_recipe_has_the_three_presets_names_for_its_jobs_and_twins(name: s
     assert [*recipe.presets][-1] == "paper"
     for preset in recipe.presets:
         jobs: Any = recipe.jobs(preset, range(2))
-        folders = {folder_of(Path(), job) for job in jobs}
+        folders = {job_folder(Path(), job) for job in jobs}
         by_name = {(job.arm.label, job.seed): job for job in jobs}
         assert len(folders) == len(by_name) == len(jobs) > 0
         twins = 0
@@ -249,7 +249,7 @@ def test_smoke(name: str, tmp_path: Path, studies: Path, capsys: pytest.CaptureF
     assert code == 0
     folder = out / name / "smoke"
     kept = read_records(folder / "records.jsonl")
-    records = reported(kept)
+    records = without_tuning_runs(kept)
     assert len(records) == len(find_recipe(name).jobs("smoke", range(1)))
     for record in kept:
         assert record.environment["commit"] is None or len(record.environment["commit"]) >= 40

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.study.arm import arm_of_label
+from kvshift.lab.study.arm import arm_from_label
 from kvshift.lab.study.claims import not_testable
 from kvshift.lab.study.preset_report import report
-from kvshift.lab.study.records import kept_records, read_records, write_records
+from kvshift.lab.study.records import load_records, read_records, write_records
 from kvshift.recipes import results_pages, summary
 from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.summary import SUMMARY_ROWS, summary_page
@@ -99,7 +99,7 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
             options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
             final = 0.99 if rate == best else 0.5
             records.append(
-                replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=arm_of_label(label))
+                replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=arm_from_label(label))
             )
     write_records(path, records)
     text = results_pages.results_page(results_pages.complete_presets(results))
@@ -232,7 +232,7 @@ def test_the_summary_says_what_the_results_say_in_a_dozen_rows() -> None:
         "not shown": "not shown",
         "not testable here": "not testable here",
     }
-    run = [m for m in SUMMARY_ROWS if kept_records(PROJECT / "results", find_recipe(m.recipe), m.preset) is not None]
+    run = [m for m in SUMMARY_ROWS if load_records(PROJECT / "results", find_recipe(m.recipe), m.preset) is not None]
     for (_, ours, verdict, _, link), main in zip(rows, run, strict=True):
         found = [line for line in long.splitlines() if f"[{main.recipe}](#" in line and f"| {main.statement}" in line]
         (line,) = [line for line in found if f"| {main.preset} |" in line]

@@ -12,9 +12,9 @@ import pytest
 from kvshift.cli import main
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import to_json
-from kvshift.lab.data.config import SHARED
+from kvshift.lab.data.config import SHARED_DATA_ENV
 from kvshift.lab.study.jobs import Computation, TextJob
-from kvshift.lab.study.recipe import Record, reported
+from kvshift.lab.study.recipe import Record, without_tuning_runs
 from kvshift.lab.study.records import read_records
 from kvshift.lab.study.tuning import tuning_jobs
 from kvshift.lab.training.train_config import TrainConfig
@@ -205,7 +205,7 @@ def test_without_the_model_or_the_text_nothing_is_begun(tmp_path: Path, monkeypa
         ("", "the environment variable KVSHIFT_SHARED_DATA must name the folder that contains wiki2014-en/train-00"),
         (str(texts), "smollm2-135m-instruct: `make smollm` downloads and converts it"),
     ):
-        monkeypatch.setenv(SHARED, folder)
+        monkeypatch.setenv(SHARED_DATA_ENV, folder)
         assert main(command) == 2
         assert message in capsys.readouterr().err
 
@@ -215,7 +215,7 @@ def test_the_same_command_resumes_and_measures_what_was_not(tmp_path: Path):
     command = ["reproduce", "retrofit", "--preset", "smoke", "--out", str(tmp_path), "--jobs", "1"]
     assert main(command) == 0
     folder = tmp_path / "retrofit" / "smoke"
-    before = reported(read_records(folder / "records.jsonl"))
+    before = without_tuning_runs(read_records(folder / "records.jsonl"))
     assert {record.arm.label for record in before} == {NOTHING, *PARTS}
     run = folder / "lora" / "seed-0"
     assert not (run / "model").exists()
@@ -223,7 +223,7 @@ def test_the_same_command_resumes_and_measures_what_was_not(tmp_path: Path):
     for name in ("result.json", "measured.json"):  # as if killed during training
         (run / name).unlink()
     assert main(command) == 0
-    after = reported(read_records(folder / "records.jsonl"))
+    after = without_tuning_runs(read_records(folder / "records.jsonl"))
     for one, other in zip(before, after, strict=True):
         assert (one.arm.label, one.curve) == (other.arm.label, other.curve)
         assert one.result["losses"] == other.result["losses"]

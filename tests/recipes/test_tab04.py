@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvshift.lab.study.arm import arm_of_label
+from kvshift.lab.study.arm import arm_from_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.lab.tasks.igsm import IGSMTask
@@ -159,11 +159,11 @@ def test_a_run_of_smoke(tmp_path: Path):
     assert record.curve["step"] == [2, 4]
     assert record.result["answers"]["paper"]["questions"] == 8
     assert record.result["inside"]["paper"]["questions"] == 8
-    claims = RECIPE.claims([record, replace(record, arm=arm_of_label("vanilla, Tr2-Te3"))])
+    claims = RECIPE.claims([record, replace(record, arm=arm_from_label("vanilla, Tr2-Te3"))])
     assert [claim.direction for claim in claims] == ["not testable here", "not shown"]
 
     (tmp_path / "inside.json").unlink()  # as if killed between training and evaluation
     assert not job.is_finished(tmp_path)
     job.run(tmp_path)
     assert job.record(tmp_path)["result"]["inside"] == record.result["inside"]
-    RECIPE.plot([record, replace(record, arm=arm_of_label("vanilla, Tr2-Te3"))])
+    RECIPE.plot([record, replace(record, arm=arm_from_label("vanilla, Tr2-Te3"))])

@@ -21,11 +21,11 @@ from kvshift.benchmarks.bench_report import SMOKE, short, write
 from kvshift.benchmarks.cases import Case, Session, measure_case
 from kvshift.benchmarks.presets import PRESETS
 from kvshift.benchmarks.rows import RowFile
-from kvshift.lab.allocator import keep_memory
+from kvshift.lab.allocator import retain_freed_memory
 from kvshift.lab.compare.timing import EventClock, WallClock
 from kvshift.lab.core.environment import environment, installed_versions
 from kvshift.lab.core.errors import LabError, RunFailedError
-from kvshift.lab.core.options import Meaning, option_names, options_hash
+from kvshift.lab.core.options import OptionTrait, option_names, options_hash
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
 
@@ -54,7 +54,7 @@ def bench(config: BenchConfig) -> None:
     if config.device == "cuda" and not cuda:
         raise LabError("device is cuda, but PyTorch finds no CUDA device here; give cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    kept = not cuda and not config.system_malloc and keep_memory()
+    kept = not cuda and not config.system_malloc and retain_freed_memory()
     stamp = _stamp(config, device, kept)
     out = config.out or Path("results/bench") / _slug(stamp["hardware"])
     with RunFolder(out).locked():
@@ -106,7 +106,7 @@ def _session(config: BenchConfig, device: torch.device) -> Session:
 def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, Any]:
     """Return the fields of every row: the options that affect numbers, and the environment of the measurement."""
     found = environment(device, 1)
-    free = option_names(BenchConfig, Meaning.DECIDES_NOTHING)
+    free = option_names(BenchConfig, OptionTrait.NO_EFFECT_ON_RESULTS)
     options = {name: value for name, value in vars(config).items() if name not in free}
     options |= {"memory_kept": kept, "backend": os.environ.get("KVSHIFT_BACKEND", "auto")}
     others = installed_versions(("triton", "flash-linear-attention", "causal-conv1d"))

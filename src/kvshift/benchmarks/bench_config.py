@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from kvshift.lab.core.errors import require
-from kvshift.lab.core.options import FREE, MACHINE
+from kvshift.lab.core.options import MACHINE_SPECIFIC, NO_EFFECT_ON_RESULTS
 
 Part = Literal["op", "layer", "train", "prefill", "decode", "memory", "sweep"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -21,10 +21,10 @@ class BenchConfig:
     Running the same command again measures only the missing cases.
     """
 
-    parts: tuple[Part, ...] = field(default=PARTS, metadata=FREE)
+    parts: tuple[Part, ...] = field(default=PARTS, metadata=NO_EFFECT_ON_RESULTS)
     """Parts to measure. op: the operator. layer: an attention layer. train, prefill, decode: whole models. memory:
     bytes saved for the backward pass. sweep: cost as a function of T, B, G, D and dtype."""
-    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=MACHINE)
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=MACHINE_SPECIFIC)
     """Device to measure on. auto: CUDA if there is a GPU."""
     preset: PresetName = "laptop"
     """Size of the measurements. smoke: seconds, to check that everything runs. laptop: minutes on two cores. paper:
@@ -35,10 +35,10 @@ class BenchConfig:
     """Number of layers of the 2.9B model in the preset paper. None: as many as fit in the device's memory."""
     compile: bool = True
     """Also measure torch.compile (never in smoke); on a CPU it needs a C++ compiler."""
-    system_malloc: bool = field(default=False, metadata=MACHINE)
+    system_malloc: bool = field(default=False, metadata=MACHINE_SPECIFIC)
     """Use the C library's allocator with its default settings. Otherwise it is set to retain freed memory, as PyTorch's
     guide for CPUs advises, because allocating new pages costs more than the measured operations."""
-    out: Path | None = field(default=None, metadata=MACHINE)
+    out: Path | None = field(default=None, metadata=MACHINE_SPECIFIC)
     """Folder for the rows, the table and the plot. None: results/bench/HARDWARE."""
 
     def check(self) -> None:

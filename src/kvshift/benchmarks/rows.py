@@ -77,7 +77,7 @@ def _complete_cases(path: Path) -> list[Row]:
                 kept = len(rows)
         if not kept and len(rows) > 0 and "last" not in rows[0]:
             raise LabError(f"out: {path} contains no rows of `kvshift bench`; give another folder")
-        file.keep(lines[:kept])
+        file.truncate_to(lines[:kept])
     return rows[:kept]
 
 

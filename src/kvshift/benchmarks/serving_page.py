@@ -29,7 +29,7 @@ _TIMES = (
 )
 
 
-def render(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
+def render_tables(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
     """Return the text between the markers: a table for each file, and the origin of its rows."""
     parts = []
     if capacity:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         PAGE,
         RESULTS,
         MARKERS,
-        lambda: render(_rows("capacity"), _rows("speed")),
+        lambda: render_tables(_rows("capacity"), _rows("speed")),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 
-def keep_memory() -> bool:
+def retain_freed_memory() -> bool:
     """Make the C library keep freed memory, like the allocators that PyTorch recommends for CPUs.
 
     glibc returns large blocks to the system immediately, and mapping new pages costs more than many operations on them.

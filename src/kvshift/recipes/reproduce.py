@@ -20,9 +20,9 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.preset_report import SMOKE, report
-from kvshift.lab.study.recipe import Recipe, Record, reported
-from kvshift.lab.study.records import KeptRecords, write_records
-from kvshift.lab.study.run_study import Places, run_study
+from kvshift.lab.study.recipe import Recipe, Record, without_tuning_runs
+from kvshift.lab.study.records import RecordStore, write_records
+from kvshift.lab.study.run_study import StudyExecution, run_study
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.reproduce_config import ReproduceConfig
 
@@ -45,21 +45,21 @@ def reproduce(config: ReproduceConfig) -> None:
     folder = config.out / recipe.name / config.preset
     runs = config.out / recipe.entry.runs / config.preset
     store = None if config.results is None else _store(config.results, recipe, config.preset)
-    places = Places(runs=runs, folder=folder, store=store, workers=config.jobs, cluster=config.cluster)
-    records = run_study(recipe, config.preset, range(config.seeds or preset.seeds), places)
+    execution = StudyExecution(runs=runs, folder=folder, store=store, workers=config.jobs, cluster=config.cluster)
+    records = run_study(recipe, config.preset, range(config.seeds or preset.seeds), execution)
     with RunFolder(folder).locked():
         write_records(folder / "records.jsonl", records)
         _show(recipe, config, folder, store, records)
 
 
-def _store(results: Path, recipe: Recipe, preset: str) -> KeptRecords:
-    return KeptRecords(results, recipe.entry.runs, preset, shared=recipe.entry.study is not None)
+def _store(results: Path, recipe: Recipe, preset: str) -> RecordStore:
+    return RecordStore(results, recipe.entry.runs, preset, shared=recipe.entry.study is not None)
 
 
 def _show(
-    recipe: Recipe, config: ReproduceConfig, folder: Path, store: KeptRecords | None, records: Sequence[Record]
+    recipe: Recipe, config: ReproduceConfig, folder: Path, store: RecordStore | None, records: Sequence[Record]
 ) -> None:
-    shown = reported(records)
+    shown = without_tuning_runs(records)
     claims = recipe.claims(shown)
     images = save_figure(recipe.plot(shown), folder / recipe.name)
     page = folder / "report.md"

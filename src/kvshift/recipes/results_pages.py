@@ -19,8 +19,8 @@ from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.preset_report import heading, rates_of, section, verdict_text
-from kvshift.lab.study.recipe import Recipe, Record, reported
-from kvshift.lab.study.records import kept_records
+from kvshift.lab.study.recipe import Recipe, Record, without_tuning_runs
+from kvshift.lab.study.records import load_records
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.summary import summary_page
 
@@ -75,9 +75,9 @@ def complete_presets(results: Path) -> list[CompletePreset]:
     found = []
     for recipe in map(find_recipe, CATALOGUE):
         for preset in recipe.presets:
-            records = kept_records(results, recipe, preset)
+            records = load_records(results, recipe, preset)
             if records is not None:
-                found.append(CompletePreset(recipe, preset, records, recipe.claims(reported(records))))
+                found.append(CompletePreset(recipe, preset, records, recipe.claims(without_tuning_runs(records))))
     return found
 
 
@@ -90,7 +90,7 @@ def results_page(found: Sequence[CompletePreset]) -> str:
     sections: list[str] = []
     for each in found:
         recipe, preset = each.recipe, each.preset
-        seeds, rates = str(len({record.seed for record in reported(each.records)})), rates_of(each.records)
+        seeds, rates = str(len({record.seed for record in without_tuning_runs(each.records)})), rates_of(each.records)
         link = f"[{recipe.name}](#{_anchor(recipe, preset)})"
         for claim in each.claims:
             key = (claim.statement, claim.ours, preset)
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, text.encode())
         for each in found:
-            figure = each.recipe.plot(reported(each.records))
+            figure = each.recipe.plot(without_tuning_runs(each.records))
             save_figure(figure, results / each.recipe.name / each.preset, kinds=["svg"])
         if runs := sorted((results / "compare").glob("seed-*/*/result.json"), reverse=True):
             curves = plot_curves([run.parent for run in runs])

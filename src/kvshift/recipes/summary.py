@@ -10,8 +10,8 @@ from pathlib import Path
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.study.claims import Claim, Direction
-from kvshift.lab.study.recipe import Recipe, Record, reported
-from kvshift.lab.study.records import kept_records
+from kvshift.lab.study.recipe import Recipe, Record, without_tuning_runs
+from kvshift.lab.study.records import load_records
 from kvshift.recipes.catalogue import find_recipe
 
 _HEAD = """# Summary
@@ -70,8 +70,12 @@ def summary_page(results: Path, anchor: Callable[[Recipe, str], str]) -> str:
         recipe = find_recipe(row.recipe)
         key = (row.recipe, row.preset)
         if key not in claims:
-            records = kept_records(results, recipe, row.preset)
-            claims[key] = ([], []) if records is None else (reported(records), recipe.claims(reported(records)))
+            records = load_records(results, recipe, row.preset)
+            claims[key] = (
+                ([], [])
+                if records is None
+                else (without_tuning_runs(records), recipe.claims(without_tuning_runs(records)))
+            )
         shown, found = claims[key]
         if not shown:
             continue

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from kvshift.lab.analysis.accuracy import draw_means, minus
+from kvshift.lab.analysis.accuracy import curve_difference, draw_means
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, plot_learning, save_figure
 from kvshift.lab.analysis.panels import INTERVALS
@@ -89,7 +89,9 @@ def test_a_mean_is_over_the_steps_that_all_seeds_have_and_of_one_seed_has_no_int
 
 
 def test_the_difference_is_the_first_minus_the_other():
-    assert minus({4: ((1, 2), (5.0, 7.0))}, {4: ((2, 3), (4.0, 9.0)), 5: ((2,), (0.0,))}) == {4: ([2], [3.0])}
+    assert curve_difference({4: ((1, 2), (5.0, 7.0))}, {4: ((2, 3), (4.0, 9.0)), 5: ((2,), (0.0,))}) == {
+        4: ([2], [3.0])
+    }
 
 
 def test_each_of_several_variants_has_its_difference(tmp_path):

@@ -9,8 +9,10 @@ from kvshift.lab.analysis.learning import StepsToLevel, compare_steps, steps_to,
 pytestmark = pytest.mark.no_models
 
 
-def reach(*steps, within=600.0, level=0.99):
-    return StepsToLevel(level=level, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), within))
+def reach(*steps, last_steps=600.0, level=0.99):
+    return StepsToLevel(
+        level=level, steps=dict(enumerate(steps)), last_steps=dict.fromkeys(range(len(steps)), last_steps)
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_a_missing_seed_is_never_averaged_away():
     assert (found.mean, found.interval(), found.missing) == (None, None, [1])
     assert found.text == "99 % not reached within 600 steps by 1 of 3 seeds; by the rest after 100, 200"
     assert reach(None, None, level=0.9).text == "90 % not reached within 600 steps by 2 of 2 seeds"
-    unequal = StepsToLevel(level=0.9, steps={3: None, 5: None}, within={3: 1200, 5: 600})
+    unequal = StepsToLevel(level=0.9, steps={3: None, 5: None}, last_steps={3: 1200, 5: 600})
     assert unequal.text == "90 % not reached within 600 to 1,200 steps by 2 of 2 seeds"
 
 
@@ -68,7 +70,7 @@ def test_the_median_stands_where_missing_seeds_are_surely_later():
     assert reach(100, None, 200).median == 200
     assert reach(100, None, 200, None).median is None
     assert reach(100, 300, 200, None).median == 250
-    given_up = StepsToLevel(level=0.9, steps={0: 100, 1: None, 2: 200}, within={0: 600, 1: 150, 2: 600})
+    given_up = StepsToLevel(level=0.9, steps={0: 100, 1: None, 2: 200}, last_steps={0: 600, 1: 150, 2: 600})
     assert given_up.median is None
 
 
@@ -79,11 +81,13 @@ def test_one_seed_and_equal_seeds_have_no_interval():
 
 def test_reach_from_curves():
     curves = {4: ([0, 10, 20], [0.0, 0.5, 1.0]), 7: ([0, 10, 30], [0.0, 0.1, 0.2])}
-    assert steps_to_level(curves, 0.75) == StepsToLevel(level=0.75, steps={4: 15.0, 7: None}, within={4: 20.0, 7: 30.0})
+    assert steps_to_level(curves, 0.75) == StepsToLevel(
+        level=0.75, steps={4: 15.0, 7: None}, last_steps={4: 20.0, 7: 30.0}
+    )
 
 
 @pytest.mark.parametrize(
-    ("steps", "within", "message"),
+    ("steps", "last_steps", "message"),
     [
         ({}, {}, "at least one seed"),
         ({0: 1.0}, {1: 2.0}, "the same seeds"),
@@ -91,9 +95,9 @@ def test_reach_from_curves():
         ({0: 3.0}, {0: 2.0}, "seed 0: steps must be above 0 and at most 2, got 3"),
     ],
 )
-def test_seeds_that_make_no_sense(steps, within, message):
+def test_seeds_that_make_no_sense(steps, last_steps, message):
     with pytest.raises(ValueError, match=message):
-        StepsToLevel(level=0.9, steps=steps, within=within)
+        StepsToLevel(level=0.9, steps=steps, last_steps=last_steps)
 
 
 def test_ratio_is_paired_by_seed():
@@ -114,8 +118,8 @@ def test_ratio_is_paired_by_seed():
 
 
 def test_order_of_the_seeds_does_not_matter():
-    ours = StepsToLevel(level=0.9, steps={2: 10.0, 1: 40.0}, within={2: 50, 1: 50})
-    theirs = StepsToLevel(level=0.9, steps={1: 80.0, 2: 40.0}, within={1: 90, 2: 90})
+    ours = StepsToLevel(level=0.9, steps={2: 10.0, 1: 40.0}, last_steps={2: 50, 1: 50})
+    theirs = StepsToLevel(level=0.9, steps={1: 80.0, 2: 40.0}, last_steps={1: 90, 2: 90})
     assert compare_steps(ours, theirs).at_most == 0.5
 
 
@@ -134,7 +138,7 @@ def test_what_cannot_be_ordered_is_undecided():
     for ours, theirs in [
         (reach(None, 5), reach(None, 9)),  # a pair in which neither run arrived
         (reach(None, 5), reach(9, None)),
-        (reach(700, 5, within=900.0), reach(None, 9)),  # arrived after the steps that the other run was given
+        (reach(700, 5, last_steps=900.0), reach(None, 9)),  # arrived after the steps that the other run was given
         (reach(5), reach(10)),  # one pair
         (reach(5, 50), reach(10, 100)),  # equal ratios
     ]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 import kvshift.lab.compare.compare as module
 from kvshift.lab.analysis import report
 from kvshift.lab.analysis.comparison import summarize
-from kvshift.lab.analysis.report import read_twins
+from kvshift.lab.analysis.report import read_paired_runs
 from kvshift.lab.compare import training_process
 from kvshift.lab.compare.compare import CompareConfig, child_config, compare
 from kvshift.lab.compare.training_process import TrainingError
@@ -69,7 +69,7 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(
         module,
         "write_report",
-        lambda out, seeds, variants, more: summarize([read_twins(out, seed, variants) for seed in seeds]),
+        lambda out, seeds, variants, more: summarize([read_paired_runs(out, seed, variants) for seed in seeds]),
     )
 
 

@@ -95,7 +95,7 @@ def test_a_line_without_an_end_is_cut_off(tmp_path: Path, repair: bool) -> None:
         lines = file.read()
         assert lines == [LINE[:-1]] * 2
         assert path.read_bytes() == LINE * 2 + LINE[:-1]  # read() changes nothing: the file may be another run's
-        file.keep(lines[: 2 if repair else 1])
+        file.truncate_to(lines[: 2 if repair else 1])
         assert path.read_bytes() == LINE * (2 if repair else 1)
         file.append([{"index": 1}])
     assert path.read_bytes() == LINE * (2 if repair else 1) + b'{"index": 1}\n'
@@ -126,7 +126,7 @@ def _append(path: Path, number: int, ready: Callable[[], Any]) -> None:
         while True:
             try:
                 with open_locked(path, "out", sync_seconds=math.inf) as file:
-                    file.keep(file.read())
+                    file.truncate_to(file.read())
                     file.append([{"process": number, "index": index}])
                 break
             except FolderInUseError:

@@ -9,11 +9,11 @@ import pytest
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import (
-    CALL,
-    FREE,
-    LATE,
-    MACHINE,
-    Meaning,
+    ADDED_LATER,
+    MACHINE_SPECIFIC,
+    NO_EFFECT_ON_RESULTS,
+    ONE_CALL_ONLY,
+    OptionTrait,
     differences,
     from_json,
     option_names,
@@ -29,18 +29,18 @@ class Strings:
     """A group of options."""
 
     gauge: tuple[float, ...] = (0.25, 0.5)
-    coating: str | None = field(default=None, metadata=LATE)
+    coating: str | None = field(default=None, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lute:
     """Options with every kind of metadata."""
 
-    case: Path = field(default=Path("attic"), metadata=MACHINE)
-    polish: int = field(default=1, metadata=FREE)
-    again: bool = field(default=False, metadata=CALL)
+    case: Path = field(default=Path("attic"), metadata=MACHINE_SPECIFIC)
+    polish: int = field(default=1, metadata=NO_EFFECT_ON_RESULTS)
+    again: bool = field(default=False, metadata=ONE_CALL_ONLY)
     courses: int = 7
-    capo: int | None = field(default=None, metadata=LATE)
+    capo: int | None = field(default=None, metadata=ADDED_LATER)
     strings: Strings = field(default_factory=Strings)
 
 
@@ -92,6 +92,6 @@ def test_options_come_back_from_json_and_what_is_of_one_call_is_not_written() ->
 
 
 def test_what_is_said_is_found_by_name() -> None:
-    assert option_names(Lute, Meaning.OF_THE_MACHINE) == {"case"}
-    assert option_names(Lute, Meaning.DECIDES_NOTHING) == {"case", "polish"}
-    assert option_names(Lute, Meaning.OF_THE_CALL) == {"again"}
+    assert option_names(Lute, OptionTrait.MACHINE_SPECIFIC) == {"case"}
+    assert option_names(Lute, OptionTrait.NO_EFFECT_ON_RESULTS) == {"case", "polish"}
+    assert option_names(Lute, OptionTrait.ONE_CALL_ONLY) == {"again"}

@@ -3,7 +3,7 @@
 import pytest
 
 from kvshift.lab.core.seeds import generator_for, seed_for
-from kvshift.lab.tasks import generator_of
+from kvshift.lab.tasks import batch_generator
 
 pytestmark = pytest.mark.no_models
 
@@ -26,4 +26,4 @@ def test_the_seed_of_a_purpose_is_what_it_has_been(purpose: str, seed: int, expe
     ],
 )
 def test_the_seed_of_a_batch_is_what_it_has_been(split: str, seed: int, number: int, expected: int) -> None:
-    assert generator_of(split, seed, number).initial_seed() == expected
+    assert batch_generator(split, seed, number).initial_seed() == expected

@@ -22,7 +22,7 @@ from kvshift.lab.data.packing import (
     pack_stream,
     repeat_spans,
 )
-from kvshift.lab.data.pieces import cut
+from kvshift.lab.data.pieces import cut_at_lines
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
@@ -105,7 +105,9 @@ def test_tokenizer_that_puts_a_space_before_a_text_gets_documents_whole(monkeypa
     encode.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     whole = encode.encode("to\nbe\nor", add_special_tokens=False).ids
 
-    assert whole != [token for part in cut("to\nbe\nor") for token in encode.encode(part, add_special_tokens=False).ids]
+    assert whole != [
+        token for part in cut_at_lines("to\nbe\nor") for token in encode.encode(part, add_special_tokens=False).ids
+    ]
     (row,) = pack(["to\nbe\nor"], encode, EOS, len(whole) + 1, "concat")
     assert row["input_ids"].tolist() == [*whole, EOS]
 

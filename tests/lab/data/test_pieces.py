@@ -14,7 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data import pieces
 from kvshift.lab.data.packing import encoder
-from kvshift.lab.data.pieces import cut, parts_at_lines, without_long_words
+from kvshift.lab.data.pieces import can_cut_at_lines, cut_at_lines, without_long_words
 from kvshift.lab.data.tokenizers import train_bpe
 
 # Runs of white space become single tokens, which a cut in the wrong place would split.
@@ -64,9 +64,9 @@ def test_cutting_a_long_document_does_not_change_its_tokens(name, words):
     document = "".join(words)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "_PIECE_CHARACTERS", 3)
-        parts = cut(document)
+        parts = cut_at_lines(document)
 
-    assert parts_at_lines(ENCODERS[name])
+    assert can_cut_at_lines(ENCODERS[name])
     assert "".join(parts) == document
     assert [token for part in parts for token in ids(part, name)] == ids(document, name)
 
@@ -79,7 +79,7 @@ def test_cutting_a_document_without_lines_between_letters_does_not_change_its_to
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "_PIECE_CHARACTERS", 3)
         patch.setattr(pieces, "_LONGEST_PIECE", 7)
-        parts = cut(document)
+        parts = cut_at_lines(document)
         exact = [before[-1].isalpha() and part[0] == " " and part[1:2].isalpha() for before, part in pairwise(parts)]
 
     assert "".join(parts) == document
@@ -91,11 +91,11 @@ def test_cutting_a_document_without_lines_between_letters_does_not_change_its_to
 def test_text_without_a_place_to_cut_is_cut_all_the_same():
     """The cut may be at any character, so memory and the delay of Ctrl-C are bounded."""
     for document in ("a" * (2**22 + 7), " " * 2**22, "a\n" * 5 + "- " * 2**21):
-        parts = cut(document)
+        parts = cut_at_lines(document)
         assert max(map(len, parts)) <= 2**20
         assert "".join(parts) == document
     prose = "to be or not to be, " * 2**18
-    assert all(part.startswith((" ", "to")) and part.rstrip(", ")[-1].isalpha() for part in cut(prose))
+    assert all(part.startswith((" ", "to")) and part.rstrip(", ")[-1].isalpha() for part in cut_at_lines(prose))
 
 
 def test_words_that_a_bpe_learns_from_have_a_bound():
@@ -154,28 +154,28 @@ def test_a_fault_of_the_text_comes_out_of_the_training():
 def test_long_document_is_cut():
     """Otherwise, the test above would prove nothing."""
     document = "to be or not to be\n" * 10_000
-    parts = cut(document)
+    parts = cut_at_lines(document)
 
     assert max(map(len, parts)) <= pieces._PIECE_CHARACTERS + len("to be or not to be\n")
     assert "".join(parts) == document
 
 
 def test_only_tokenizers_that_are_exact_about_it_get_pieces():
-    assert parts_at_lines(ENCODER)
+    assert can_cut_at_lines(ENCODER)
     spaced = tokenizers.Tokenizer.from_str(BACKEND)
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert not parts_at_lines(spaced)
+    assert not can_cut_at_lines(spaced)
     metaspace = tokenizers.Tokenizer(models.BPE())
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
-    assert not parts_at_lines(metaspace)
+    assert not can_cut_at_lines(metaspace)
     prepended = tokenizers.Tokenizer.from_str(BACKEND)
     prepended.normalizer = normalizers.Prepend("_")
-    assert not parts_at_lines(prepended)
-    assert not parts_at_lines(tokenizers.Tokenizer(models.BPE()))
+    assert not can_cut_at_lines(prepended)
+    assert not can_cut_at_lines(tokenizers.Tokenizer(models.BPE()))
 
 
 def test_bpe_does_not_see_the_cuts(monkeypatch):
     monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 3)
 
-    assert len(cut(TEXT + TEXT)) > 1
+    assert len(cut_at_lines(TEXT + TEXT)) > 1
     assert train_bpe(iter([TEXT]), 331).backend_tokenizer.to_str() == BACKEND

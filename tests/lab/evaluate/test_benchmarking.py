@@ -26,9 +26,9 @@ from kvshift.lab.evaluate import benchmarking
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, make_task, prompts
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate
-from kvshift.lab.evaluate.harness import CachedModel, answering, ask
+from kvshift.lab.evaluate.harness import CachedModel, evaluate_benchmark, wrap_for_lm_eval
 from kvshift.lab.evaluate.items import read_questions
-from kvshift.lab.evaluate.kept_answers import kept_in
+from kvshift.lab.evaluate.kept_answers import open_answer_cache
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.variants.by_name import find_variant
 from kvshift.lab.variants.variant import ModelVariant
@@ -163,24 +163,24 @@ def test_a_stopped_evaluation_asks_for_the_rest_alone(mini, tmp_path):
                 self._hook.add_partial("loglikelihood", request.args, (likelihood(*request.args), False))
             raise StoppedError
 
-    whole = ask(CachedModel(Scripted(likelihood)), "hellaswag", questions)
+    whole = evaluate_benchmark(CachedModel(Scripted(likelihood)), "hellaswag", questions)
     for stop in (0, 1, 5, 12):
         path, output = tmp_path / f"{stop}.answers.jsonl", tmp_path / f"{stop}.json"
-        with kept_in(output) as kept, pytest.raises(StoppedError):
-            ask(CachedModel(Stopping(likelihood), kept), "hellaswag", questions)
+        with open_answer_cache(output) as kept, pytest.raises(StoppedError):
+            evaluate_benchmark(CachedModel(Stopping(likelihood), kept), "hellaswag", questions)
         assert len(path.read_text().splitlines()) == stop
         with path.open("a") as file:
             file.write('{"key": "half a li')
-        with kept_in(output) as kept:
+        with open_answer_cache(output) as kept:
             model = Scripted(likelihood)
-            assert ask(CachedModel(model, kept), "hellaswag", questions) == whole
+            assert evaluate_benchmark(CachedModel(model, kept), "hellaswag", questions) == whole
         assert model.asked == 12 - stop
-        with kept_in(output) as kept:
+        with open_answer_cache(output) as kept:
             model = Scripted(likelihood)
-            assert ask(CachedModel(model, kept), "hellaswag", questions) == whole
+            assert evaluate_benchmark(CachedModel(model, kept), "hellaswag", questions) == whole
             assert model.asked == 0
             other = Scripted(lambda context, continuation: -1.0)
-            ask(CachedModel(other, kept, source="another model"), "hellaswag", questions)
+            evaluate_benchmark(CachedModel(other, kept, source="another model"), "hellaswag", questions)
             assert other.asked == 12
 
 
@@ -223,7 +223,10 @@ def test_a_file_of_answers_that_is_none_or_in_use(shifted, mini, tmp_path):
     with pytest.raises(LabError, match=r"output: .*eval\.answers\.jsonl:1 was not written by this command"):
         evaluated(shifted, mini, tmp_path / "eval.json")
     path.unlink()
-    with kept_in(tmp_path / "eval.json"), pytest.raises(FolderInUseError, match="another process is writing to"):
+    with (
+        open_answer_cache(tmp_path / "eval.json"),
+        pytest.raises(FolderInUseError, match="another process is writing to"),
+    ):
         evaluated(shifted, mini, tmp_path / "eval.json")
 
 
@@ -350,4 +353,4 @@ sys.exit(main(sys.argv[1:]))
 
 def test_what_is_asked_is_in_float32_from_the_logits_on(shifted):
     model, words, _ = load_model(str(shifted), dtype="bfloat16", device="cpu", say=print)
-    assert answering(model, words, batch_size=1).softmax_dtype == torch.float32
+    assert wrap_for_lm_eval(model, words, batch_size=1).softmax_dtype == torch.float32

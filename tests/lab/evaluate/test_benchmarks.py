@@ -15,7 +15,7 @@ import pytest
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, prompts, select
-from kvshift.lab.evaluate.harness import CachedModel, ask
+from kvshift.lab.evaluate.harness import CachedModel, evaluate_benchmark
 from kvshift.lab.evaluate.items import read_questions
 from kvshift.lab.evaluate.task_scores import scores
 
@@ -195,7 +195,7 @@ def uniform(records: list[dict[str, Any]], name: str) -> Scripted:
 def score(folder: Path, name: str, model: Any, limit: int | None = None) -> dict[str, Any]:
     questions = read_questions(BENCHMARKS[name].source, str(folder))
     records = shown(folder, name)[:limit]
-    found = ask(CachedModel(model(records, name)), name, questions, limit)
+    found = evaluate_benchmark(CachedModel(model(records, name)), name, questions, limit)
     assert len(found) == len(records)
     return scores(name, found)
 
@@ -237,12 +237,12 @@ def expected(folder: Path, name: str, who: str, limit: int | None) -> float:
         return float(who == "right")
     items = list(plain_items(folder, source))[:limit]
     if who == "right":  # except where an earlier choice has the same text, and no letters distinguish them
-        by_letter = "letters" in BENCHMARKS[name].ask.__name__
+        by_letter = "letters" in BENCHMARKS[name].format_question.__name__
         return sum(by_letter or choices.index(choices[gold]) == gold for _, choices, gold in items) / len(items)
     guessed = []
     for _, choices, gold in items:
         lengths = [len(choice.encode()) for choice in choices]
-        if who == "first" or kind == "beginning" or "letters" in BENCHMARKS[name].ask.__name__:
+        if who == "first" or kind == "beginning" or "letters" in BENCHMARKS[name].format_question.__name__:
             guess = 0  # all choices are equally likely: lm-eval takes the first
         elif BENCHMARKS[name].metric == "acc_norm":  # log-likelihood per character; each choice is preceded by a space
             rates = [-(1 + size) / len(choice) for size, choice in zip(lengths, choices, strict=True)]
@@ -341,5 +341,5 @@ def test_every_subject_of_cmmlu_has_its_chinese_name():
 )
 def test_the_last_box_counts(written, correct, mini):
     model = Scripted(lambda *_: 0.0, lambda prompt: written if "Problem:\nHalf of one?" in prompt[-50:] else "")
-    found = ask(CachedModel(model), "math", read_questions("math", str(mini)))
+    found = evaluate_benchmark(CachedModel(model), "math", read_questions("math", str(mini)))
     assert [item["exact_match"] for item in found] == [0, correct, 0]

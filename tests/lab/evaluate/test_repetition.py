@@ -254,14 +254,14 @@ def test_a_stopped_command_continues_the_rest_alone(model_folder, llama_folder, 
     made = 0
     most = None
 
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def with_progress(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal made
         if made == most:
             raise StoppedError
         made += 1
         return continue_rows(*args, **kwargs)
 
-    monkeypatch.setattr(continuations, "continue_rows", counted)
+    monkeypatch.setattr(continuations, "continue_rows", with_progress)
     output, kept = text.with_name("repetition.json"), text.with_name("repetition.answers.jsonl")
     options = {"batch_size": 3, "max_new_tokens": 4, "limit": 5}
     found = []

@@ -22,7 +22,7 @@ from kvshift.lab.explore import watched_program
 from kvshift.lab.explore.explore_config import ExploreConfig
 from kvshift.lab.explore.exploring import explore
 from kvshift.lab.explore.page_server import page_server
-from kvshift.lab.explore.watched_program import WatchedModel
+from kvshift.lab.explore.watched_program import ExplorerModel
 from kvshift.lab.explore.web_runtime import runtime_folder
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.training.head_scores import attention_scores
@@ -161,7 +161,7 @@ def test_coefficients_are_inputs(tab: Tab, folder: Path):
     tab.page.locator("#models article").nth(1).locator("input[type=range]").first.fill("-0.5")
     tab.settle()
     chosen = tab.read("explorer.chosen(1)")
-    watched = WatchedModel(load_weights(folder / "shifted", attn_implementation="eager"))
+    watched = ExplorerModel(load_weights(folder / "shifted", attn_implementation="eager"))
     coefficients = watched.coefficients()
     coefficients[str(chosen["layer"])]["alpha"][chosen["head"] // 2, 0] = -0.5
     facts = json.loads((folder / "page" / "facts.json").read_text(encoding="utf-8"))["models"][1]

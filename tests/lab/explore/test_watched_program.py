@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.explore import watched_program
-from kvshift.lab.explore.watched_program import WatchedModel, check_watched, write_watched
+from kvshift.lab.explore.watched_program import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift.lab.runs.loading import load_weights
 
 from ...models.llama.tiny import tiny_model
@@ -32,7 +32,7 @@ def test_coefficients_are_arguments(constraint: str):
     ids = torch.randint(3, 61, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         before = model(ids, output_attentions=True, use_cache=False)
-        watched = WatchedModel(model)
+        watched = ExplorerModel(model)
         own = watched.coefficients()
         for found in (watched(ids), watched(ids, own)):
             assert torch.equal(found["logits"], before.logits)
@@ -48,7 +48,7 @@ def test_coefficients_are_arguments(constraint: str):
 
 def test_a_model_without_shift(tmp_path: Path):
     model = load_weights(save_model(tmp_path / "model", LlamaForCausalLM), attn_implementation="eager")
-    watched = WatchedModel(model)
+    watched = ExplorerModel(model)
     assert watched.coefficients() == {}
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
@@ -60,12 +60,12 @@ def test_a_model_without_shift(tmp_path: Path):
 def test_the_program_computes_what_the_model_does(inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A small program contains its weights; a large one is not simplified, and has its weights in a second file."""
     monkeypatch.setattr(watched_program, "_INSIDE", 1e9 if inside else 0)
-    watched = WatchedModel(attentive_model(num_hidden_layers=1))
-    write_watched(watched, tmp_path / "model.onnx")
+    watched = ExplorerModel(attentive_model(num_hidden_layers=1))
+    write_explorer_program(watched, tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx.data").exists() == (not inside)
     prompts = [torch.arange(3, 3 + length) for length in (1, 7)]
-    assert check_watched(watched, tmp_path / "model.onnx", prompts) < 1e-4
+    assert check_explorer_program(watched, tmp_path / "model.onnx", prompts) < 1e-4
     with torch.no_grad():
         watched.model.lm_head.weight.neg_()
     with pytest.raises(RunFailedError, match="in the exported program"):
-        check_watched(watched, tmp_path / "model.onnx", prompts)
+        check_explorer_program(watched, tmp_path / "model.onnx", prompts)

@@ -46,11 +46,11 @@ def generated(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 def as_programs(model: Any) -> tuple[Program, Program]:
     """Return the module that would be traced as both programs, without tracing it."""
-    module = programs._Tensors(model)
+    module = programs._NamedTensorModel(model)
 
     @torch.no_grad()
     def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return programs.flat(module(**programs.nested(inputs)))
+        return programs.flatten_names(module(**programs.nest_names(inputs)))
 
     return run, run
 

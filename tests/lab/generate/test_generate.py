@@ -21,7 +21,7 @@ from kvshift.lab.analyze.analyze_config import AnalyzeConfig
 from kvshift.lab.compare.compare_config import CompareConfig
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.data.tokenizers import load_tokenizer
-from kvshift.lab.generate.generate import GenerateConfig, _cropped, encode, generate
+from kvshift.lab.generate.generate import GenerateConfig, _crop, encode, generate
 from kvshift.lab.runs.model_files import locate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
@@ -378,10 +378,10 @@ def test_prompts_are_cropped_on_request(model_folder: Path, tmp_path: Path, caps
 
 
 def test_the_token_that_begins_a_text_is_not_cropped() -> None:
-    assert _cropped([7, 1, 2, 3, 4], 3, begin=7) == [7, 3, 4]
-    assert _cropped([7, 1, 2, 3, 4], 3, begin=None) == [2, 3, 4]
-    assert _cropped([7, 1, 2, 3, 4], 1, begin=7) == [4]
-    assert _cropped([7, 1, 2], 3, begin=7) == [7, 1, 2]
+    assert _crop([7, 1, 2, 3, 4], 3, begin=7) == [7, 3, 4]
+    assert _crop([7, 1, 2, 3, 4], 3, begin=None) == [2, 3, 4]
+    assert _crop([7, 1, 2, 3, 4], 1, begin=7) == [4]
+    assert _crop([7, 1, 2], 3, begin=7) == [7, 1, 2]
 
 
 def test_more_beams_than_can_be_drawn_from(model_folder: Path, tmp_path: Path) -> None:

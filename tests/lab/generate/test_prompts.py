@@ -20,7 +20,7 @@ import pytest
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.generate.generate import GenerateConfig, generate
-from kvshift.lab.generate.prompts import answers_in, read_prompts
+from kvshift.lab.generate.prompts import open_output, read_prompts
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ..generation_cases import PROMPTS, batch_config, lines, write_prompts
@@ -219,7 +219,7 @@ def test_a_disk_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return opened[-1]
 
     monkeypatch.setattr(Path, "open", open_)
-    with answers_in(path, ["a", "b"], 1, "s") as answers:
+    with open_output(path, ["a", "b"], 1, "s") as answers:
         answers.append([record := {"index": 0, "sample": 0, "prompt": "a", "settings": "s"}])
         if fault != "close":
             monkeypatch.setattr("kvshift.lab.core.json_lines.os.fsync", full)
@@ -228,7 +228,7 @@ def test_a_disk_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 answers.append([record | {"index": 1, "prompt": "b"}])
     monkeypatch.undo()
     assert path.read_text().startswith(json.dumps(record) + "\n")
-    with answers_in(path, ["a", "b"], 1, "s") as answers:
+    with open_output(path, ["a", "b"], 1, "s") as answers:
         assert answers.count == (2 if fault == "truncate" else 1)
 
 

@@ -40,24 +40,24 @@ def tensor_parallelism() -> None:
     """Use tensor parallelism, which accelerate refuses on a CPU; each process prints how many numbers it holds."""
     from accelerate import ParallelismConfig
 
-    def divide(*args: Any, divide: Any = tensor_parallel.divide) -> Any:
-        model = divide(*args)
+    def shard_model(*args: Any, shard_model: Any = tensor_parallel.shard_model) -> Any:
+        model = shard_model(*args)
         held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
         print(f"holds {held} of {sum(p.numel() for p in model.parameters())}", file=sys.stderr)
         return model
 
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     tensor_parallel.require_gpu = lambda config: None
-    train.divide = divide
+    train.shard_model = shard_model
 
 
-def kill_or_seal(folder: Path, seal: Any = trainer.seal) -> None:
+def kill_or_seal(folder: Path, mark_complete: Any = trainer.mark_complete) -> None:
     if folder.name == os.environ.get("KILLED_AT"):
         os.kill(os.getpid(), signal.SIGKILL)
-    seal(folder)
+    mark_complete(folder)
 
 
 if __name__ == "__main__":
     {"fsdp": fsdp, "deepspeed": deepspeed, "tensor_parallel": tensor_parallelism}[sys.argv.pop(1)]()
-    trainer.seal = kill_or_seal
+    trainer.mark_complete = kill_or_seal
     run_and_exit()

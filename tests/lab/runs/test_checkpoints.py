@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.runs.checkpoints import find_checkpoint, keep_newest
+from kvshift.lab.runs.checkpoints import find_checkpoint, remove_old_checkpoints
 from kvshift.lab.training.train import train
 
 from ..run_cases import assert_same_run, copied, tiny
@@ -93,9 +93,9 @@ def names(out: Path) -> list[str]:
 def test_the_newest_are_kept(tmp_path):
     for step in (8, 9, 10, 11):
         checkpoint(tmp_path, step)
-    keep_newest(tmp_path / "checkpoint-11", 2, pytest.fail)
+    remove_old_checkpoints(tmp_path / "checkpoint-11", 2, pytest.fail)
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-11"]
-    keep_newest(tmp_path / "checkpoint-11", 1, pytest.fail)
+    remove_old_checkpoints(tmp_path / "checkpoint-11", 1, pytest.fail)
     assert names(tmp_path) == ["checkpoint-11"]
 
 
@@ -110,7 +110,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_costs_nothing(tmp
         remove(folder, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", busy)
-    keep_newest(tmp_path / "checkpoint-3", 1, said.append)
+    remove_old_checkpoints(tmp_path / "checkpoint-3", 1, said.append)
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
     assert said == ["checkpoint-1 is no longer needed, but could not be removed: [Errno 16] Device or resource busy"]
     assert find_checkpoint(tmp_path, said.append) == tmp_path / "checkpoint-3"
@@ -120,7 +120,7 @@ def test_a_later_checkpoint_is_not_taken_for_the_newest(tmp_path):
     """The later checkpoint is corrupt, could not be renamed, and lies beyond the step that the run went back to."""
     for step in (4, 8, 12):
         checkpoint(tmp_path, step)
-    keep_newest(tmp_path / "checkpoint-8", 1, pytest.fail)
+    remove_old_checkpoints(tmp_path / "checkpoint-8", 1, pytest.fail)
     assert names(tmp_path) == ["checkpoint-12", "checkpoint-8"]
 
 

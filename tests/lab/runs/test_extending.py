@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.runs.extending import same_schedule
+from kvshift.lab.runs.extending import has_same_schedule
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import config_hash
 
@@ -97,7 +97,7 @@ def test_a_schedule_that_ends_with_the_run_is_extended_when_asked(corpus, tmp_pa
     ],
 )
 def test_same_schedule(optimizer, done, same):
-    assert same_schedule(optimizer, 300, done) is same
+    assert has_same_schedule(optimizer, 300, done) is same
 
 
 def test_without_a_checkpoint_a_finished_run_is_not_begun_anew(finished, corpus, tmp_path):

@@ -15,7 +15,7 @@ from kvshift.cli import main
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.runs import model_files
-from kvshift.lab.runs.loading import load_model, not_finite
+from kvshift.lab.runs.loading import first_non_finite_parameter, load_model
 from kvshift.lab.runs.model_files import locate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
@@ -253,8 +253,8 @@ def test_a_bfloat16_model_keeps_its_coefficients(model_folder: Path) -> None:
 def test_numbers_of_quantized_weights_are_not_looked_at(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(2, 2)
     model.weight = torch.nn.Parameter(torch.ones(2, 2).to(dtype), requires_grad=False)
-    assert not_finite(model) is None
+    assert first_non_finite_parameter(model) is None
     with torch.no_grad():
         model.bias[0] = torch.nan
-    assert not_finite(model) == "bias"
-    assert not_finite(model.to("meta")) is None
+    assert first_non_finite_parameter(model) == "bias"
+    assert first_non_finite_parameter(model.to("meta")) is None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvshift.lab.runs import progress
-from kvshift.lab.runs.progress import Counter, counted
+from kvshift.lab.runs.progress import ProgressReporter, with_progress
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_long_evaluation_is_told_and_a_short_one_is_not(clock, capsys: pytest.CaptureFixture[str]) -> None:
     long = ["evaluation: 3 of 7 batches, 00:16 left", "evaluation: 6 of 7 batches, 00:04 left"]
     for seconds, lines in ((0.001, []), (4.0, long)):
-        for _ in counted(range(7), "evaluation", "batches", shown=True):
+        for _ in with_progress(range(7), "evaluation", "batches", shown=True):
             clock[0] += seconds
         assert capsys.readouterr().err.splitlines() == lines
-    for _ in counted(range(7), "evaluation", "batches", shown=False):
+    for _ in with_progress(range(7), "evaluation", "batches", shown=False):
         clock[0] += 4.0
     assert capsys.readouterr().err == ""
 
@@ -32,7 +32,7 @@ def test_a_long_evaluation_is_told_and_a_short_one_is_not(clock, capsys: pytest.
 def test_bytes_are_told_in_megabytes_with_the_speed_in_tokens(clock, total, of, left) -> None:
     """`kvshift eval` reads texts, and the size of a streamed text is not known."""
     said: list[str] = []
-    counter = Counter("a run", total, "bytes", say=said.append)
+    counter = ProgressReporter("a run", total, "bytes", say=said.append)
     for _ in range(4):
         clock[0] += 6.0
         counter.update(250_000, tokens=60_000)

@@ -187,7 +187,7 @@ def test_lines_after_a_signal_are_those_of_a_run_without_one(corpus, tmp_path, m
 
     def told_to_leave(self, args, state, control, **kwargs):
         if left and state.global_step == left[0]:
-            self._heard = signal.SIGTERM
+            self._received = signal.SIGTERM
         end(self, args, state, control, **kwargs)
 
     monkeypatch.setattr(GracefulStop, "on_step_end", told_to_leave)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.study.arm import Arm, arm_of_label
+from kvshift.lab.study.arm import Arm, arm_from_label
 from kvshift.lab.study.recipe import Job, Record
 from kvshift.lab.study.records import record_of
 from kvshift.lab.study.watching import last_step
@@ -105,7 +105,7 @@ def made_up(
     **result: Any,
 ) -> Record:
     return Record(
-        arm=arm_of_label(arm) if isinstance(arm, str) else arm,
+        arm=arm_from_label(arm) if isinstance(arm, str) else arm,
         seed=seed,
         config_hash="0123456789abcdef",
         options=options,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.study.arm import Arm, arm_of_label, pair
+from kvshift.lab.study.arm import Arm, arm_from_label, pair
 from kvshift.lab.study.records import read_records, write_records
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 
@@ -29,7 +29,7 @@ from .cases import made_up
 )
 def test_an_arm_and_its_label_say_the_same(arm: Arm, label: str) -> None:
     assert arm.label == str(arm) == label
-    assert arm_of_label(label) == arm
+    assert arm_from_label(label) == arm
 
 
 def test_a_pair_differs_in_the_shift_alone() -> None:
@@ -43,7 +43,7 @@ def test_records_of_before_there_were_arms_are_found_by_the_arms_of_today(name: 
     recipe = find_recipe(name)
     for preset in recipe.presets:
         for job in recipe.jobs(preset, [0]):
-            assert arm_of_label(job.arm.label) == job.arm
+            assert arm_from_label(job.arm.label) == job.arm
 
 
 def test_a_record_says_its_arm_as_data(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_within_a_margin_is_what_an_interval_inside_it_shows(ours, theirs, found
     ],
 )
 def test_a_level_is_reached_within_the_steps_that_there_were(steps: list, found: str):
-    reach = StepsToLevel(level=0.99, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), 400.0))
+    reach = StepsToLevel(level=0.99, steps=dict(enumerate(steps)), last_steps=dict.fromkeys(range(len(steps)), 400.0))
     assert reached(reach, 400) == found
 
 
@@ -105,7 +105,8 @@ def test_sooner_without_an_interval_counts_the_pairs_whose_order_is_known(ours: 
     seeds = range(len(ours))
     within = dict.fromkeys(seeds, 100.0)
     reaches = (
-        StepsToLevel(level=0.2, steps=dict(zip(seeds, steps, strict=True)), within=within) for steps in (ours, theirs)
+        StepsToLevel(level=0.2, steps=dict(zip(seeds, steps, strict=True)), last_steps=within)
+        for steps in (ours, theirs)
     )
     assert sooner(compare_steps(*reaches)) == found
 

@@ -20,8 +20,8 @@ from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.recipe import Recipe, Record
-from kvshift.lab.study.records import KeptRecords, read_records, write_records
-from kvshift.lab.study.run_study import folder_of
+from kvshift.lab.study.records import RecordStore, read_records, write_records
+from kvshift.lab.study.run_study import job_folder
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes import reproduce as module
 from kvshift.recipes import results_pages
@@ -31,7 +31,7 @@ from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
 from .cases import Counting, made_up, runs
 
-OF_THE_MACHINE = ("seconds", "processor_seconds", "peak_memory_bytes")
+MACHINE_SPECIFIC = ("seconds", "processor_seconds", "peak_memory_bytes")
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def config(path: Path, recipe: str = "abacus", **changes: Any) -> ReproduceConfi
     return replace(made, **changes)
 
 
-def store(path: Path) -> KeptRecords:
-    return KeptRecords(path / "kept", "abacus", "smoke")
+def store(path: Path) -> RecordStore:
+    return RecordStore(path / "kept", "abacus", "smoke")
 
 
 def stop_after(beads: list[Counting], number: int, path: Path) -> list[Record]:
@@ -66,7 +66,7 @@ def stop_after(beads: list[Counting], number: int, path: Path) -> list[Record]:
     with pytest.raises(InterruptedRunError):
         reproduce(config(path))
     beads[number] = good
-    return read_records(store(path).partial)
+    return read_records(store(path).partial_path)
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_study_with_a_grid_resumes_without_its_folders(
 
 
 def _numbers(record: Record) -> dict[str, Any]:
-    result = {name: value for name, value in record.result.items() if name not in OF_THE_MACHINE}
+    result = {name: value for name, value in record.result.items() if name not in MACHINE_SPECIFIC}
     return {**vars(record), "environment": None, "result": result}
 
 
@@ -125,28 +125,28 @@ def test_what_is_kept_is_not_run_again(beads: list[Counting], tmp_path: Path, ca
     assert [(record.arm.label, record.seed) for record in kept] == [("Beads, a", 0), ("Beads, a", 1)]
     shutil.rmtree(tmp_path / "out")
     reproduce(config(tmp_path))
-    assert [runs(folder_of(tmp_path / "out/abacus/smoke", job)) for job in beads] == [0, 0, 1, 1]
-    assert read_records(store(tmp_path).whole)[:2] == kept
-    assert not store(tmp_path).partial.exists()
+    assert [runs(job_folder(tmp_path / "out/abacus/smoke", job)) for job in beads] == [0, 0, 1, 1]
+    assert read_records(store(tmp_path).complete_path)[:2] == kept
+    assert not store(tmp_path).partial_path.exists()
     shutil.rmtree(tmp_path / "out")
     capsys.readouterr()
     reproduce(config(tmp_path))
-    assert f"4 of 4 runs are already finished: 4 in {store(tmp_path).whole}" in capsys.readouterr().err
-    assert [runs(folder_of(tmp_path / "out/abacus/smoke", job)) for job in beads] == [0, 0, 0, 0]
-    assert not store(tmp_path).partial.exists()
+    assert f"4 of 4 runs are already finished: 4 in {store(tmp_path).complete_path}" in capsys.readouterr().err
+    assert [runs(job_folder(tmp_path / "out/abacus/smoke", job)) for job in beads] == [0, 0, 0, 0]
+    assert not store(tmp_path).partial_path.exists()
 
 
 def test_a_partial_record_of_other_options_is_refused(beads: list[Counting], tmp_path: Path) -> None:
     stop_after(beads, 2, tmp_path)
     shutil.rmtree(tmp_path / "out")
-    before = store(tmp_path).partial.read_bytes()
+    before = store(tmp_path).partial_path.read_bytes()
     beads[1] = replace(beads[1], beads=8)
-    beads[1].run(folder_of(tmp_path / "out/abacus/smoke", beads[1]))  # the new job is finished, too
+    beads[1].run(job_folder(tmp_path / "out/abacus/smoke", beads[1]))  # the new job is finished, too
     with pytest.raises(
         LabError, match=r"smoke\.partial\.jsonl holds Beads, a, seed 1, with other options:\n  beads: 7 there, 8 here"
     ):
         reproduce(config(tmp_path))
-    assert store(tmp_path).partial.read_bytes() == before
+    assert store(tmp_path).partial_path.read_bytes() == before
     assert not (tmp_path / "out/abacus/smoke/beads-b").exists()
 
 
@@ -154,12 +154,12 @@ def test_records_of_an_older_setting_stay_until_all_are_new(beads: list[Counting
     """The old records are of runs that no job repeats, or of the same runs with other options."""
     old = [replace(made_up(f"Beads, {kind}", 0, options={"beads": 6}), tunes=Arm(case="Beads")) for kind in "ab"]
     for records in (old, [replace(record, tunes=None) for record in old]):
-        write_records(store(tmp_path).whole, records)
-        before = store(tmp_path).whole.read_bytes()
+        write_records(store(tmp_path).complete_path, records)
+        before = store(tmp_path).complete_path.read_bytes()
         stop_after(beads, 2, tmp_path)
-        assert store(tmp_path).whole.read_bytes() == before
+        assert store(tmp_path).complete_path.read_bytes() == before
         reproduce(config(tmp_path))
-        assert [record.options["beads"] for record in read_records(store(tmp_path).whole)] == [7] * 4
+        assert [record.options["beads"] for record in read_records(store(tmp_path).complete_path)] == [7] * 4
         shutil.rmtree(tmp_path / "out")
 
 
@@ -173,11 +173,11 @@ def test_what_another_process_has_finished_is_kept_while_it_works(beads: list[Co
     """That process may have been started without results, or by an older version: its folders show what is finished."""
     folder = tmp_path / "out/abacus/smoke"
     for job in beads[:2]:
-        job.run(folder_of(folder, job))
+        job.run(job_folder(folder, job))
     with RunFolder(folder).locked(), pytest.raises(FolderInUseError, match="in use by another process"):
         reproduce(config(tmp_path))
-    assert [record.seed for record in read_records(store(tmp_path).partial)] == [0, 1]
-    assert [runs(folder_of(folder, job)) for job in beads] == [1, 1, 0, 0]
+    assert [record.seed for record in read_records(store(tmp_path).partial_path)] == [0, 1]
+    assert [runs(job_folder(folder, job)) for job in beads] == [1, 1, 0, 0]
 
 
 def test_half_a_job_is_not_taken_and_not_touched(beads: list[Counting], tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_two_processes_add_to_one_file(tmp_path: Path) -> None:
     first.add([made_up("a")])
     second.add([made_up("b")])
     first.add([made_up("a"), made_up("c")])
-    assert [record.arm.label for record in read_records(first.partial)] == ["a", "b", "c"]
+    assert [record.arm.label for record in read_records(first.partial_path)] == ["a", "b", "c"]
 
 
 def test_a_process_killed_while_it_writes_leaves_the_file_whole(
@@ -209,15 +209,15 @@ def test_a_process_killed_while_it_writes_leaves_the_file_whole(
         raise Killed
 
     store(tmp_path).add([made_up("a")])
-    before = store(tmp_path).partial.read_bytes()
+    before = store(tmp_path).partial_path.read_bytes()
     monkeypatch.setattr(atomic.os, "fsync", fsync)
     with pytest.raises(Killed):
         store(tmp_path).add([made_up("b")])
     monkeypatch.undo()
-    assert store(tmp_path).partial.with_name(".smoke.partial.jsonl.part").exists()
-    assert store(tmp_path).partial.read_bytes() == before
+    assert store(tmp_path).partial_path.with_name(".smoke.partial.jsonl.part").exists()
+    assert store(tmp_path).partial_path.read_bytes() == before
     store(tmp_path).add([made_up("c")])
-    assert [record.arm.label for record in read_records(store(tmp_path).partial)] == ["a", "c"]
+    assert [record.arm.label for record in read_records(store(tmp_path).partial_path)] == ["a", "c"]
 
 
 def test_what_a_run_filled_in_does_not_differ() -> None:

@@ -11,10 +11,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvshift import cli
-from kvshift.lab.study.arm import Arm, arm_of_label
+from kvshift.lab.study.arm import Arm, arm_from_label
 from kvshift.lab.study.entry import Grid
 from kvshift.lab.study.jobs import Computation, TrainingJob
-from kvshift.lab.study.recipe import Recipe, Record, reported
+from kvshift.lab.study.recipe import Recipe, Record, without_tuning_runs
 from kvshift.lab.study.records import read_records
 from kvshift.lab.study.tuning import (
     at_best_rates,
@@ -37,7 +37,9 @@ def run(variant: str, rate: float, final: float, *, reached: int = 200, seed: in
     """Return a tuning run that stays at 10 % until just before step `reached`, and is at `final` from there on."""
     options = {"optimizer": {"learning_rate": rate}, "steps": 400}
     curve = {"step": [1, reached - 1, reached, 400], "queries": [0.1, 0.1, final, final], "loss": [3.0, 3.0, 1.0, 1.0]}
-    return replace(made_up(f"{variant}, rate {rate}", seed, curve=curve, options=options), tunes=arm_of_label(variant))
+    return replace(
+        made_up(f"{variant}, rate {rate}", seed, curve=curve, options=options), tunes=arm_from_label(variant)
+    )
 
 
 def test_every_variant_gets_the_same_grid_and_its_own_best_rate():
@@ -137,7 +139,7 @@ def test_the_command_tunes_first_and_reports_what_it_chose(two_variants: Recipe,
     records = read_records(folder / "records.jsonl")
     assert len(records) == 4 + 2
     chosen = best_rates([record for record in records if record.tunes is not None], mqar.RECIPE.tuned_by)
-    shown = reported(records)
+    shown = without_tuning_runs(records)
     assert {record.arm: record.options["optimizer"]["learning_rate"] for record in shown} == chosen
     assert {record.seed for record in shown} == {0}
     page = (folder / "report.md").read_text()

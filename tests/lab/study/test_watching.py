@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvshift.lab.study.watching import last_step, watching
+from kvshift.lab.study.report_progress import last_step, report_progress
 
 from .cases import Counting
 
@@ -52,7 +52,7 @@ def test_where_there_is_no_terminal_lines_tell_how_far_each_run_is(tmp_path: Pat
         while len(said) < count and time.perf_counter() < end:
             time.sleep(0.01)
 
-    with watching(jobs, seconds=0.01) as ended:
+    with report_progress(jobs, seconds=0.01) as ended:
         write(jobs[1][1], '{"step": 4}\n')
         ended.add(0)
         wait_for(1)

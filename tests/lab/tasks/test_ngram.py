@@ -82,7 +82,7 @@ def test_one_token_of_the_pair_does_not_tell_the_third(known: Any):
     for (x1, x2), target in table_of(task).items():
         by_known[{"nothing": 0, "x1": x1, "x2": x2}[known]][target] += 1
     right = sum(max(counts.values()) for counts in by_known.values()) / len(task.pairs)
-    assert task.best_guess(known) == right
+    assert task.best_accuracy(known) == right
     assert right < 0.3
 
 
@@ -98,7 +98,7 @@ def test_chance_is_what_naming_the_most_frequent_token_scores():
 
 def test_what_best_guess_may_know():
     with pytest.raises(ValueError, match="known must be nothing, x1 or x2, got 'x3'"):
-        NGramTask(NGramConfig()).best_guess("x3")  # type: ignore[arg-type]
+        NGramTask(NGramConfig()).best_accuracy("x3")  # type: ignore[arg-type]
 
 
 def test_the_sequences_that_the_docstring_draws():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from kvshift.lab.tasks import Batch, Task, TaskBatches, evaluation_batches, generator_of
+from kvshift.lab.tasks import Batch, Task, TaskBatches, batch_generator, evaluation_batches
 from kvshift.lab.tasks.streams import Split
 
 from .cases import TASKS
@@ -25,21 +25,21 @@ def same(one: Batch, other: Batch) -> bool:
 
 @given(SEEDS, NUMBERS, SEEDS, NUMBERS)
 def test_no_training_batch_has_the_generator_of_an_evaluation_batch(seed: int, number: int, other: int, at: int):
-    training, evaluation = generator_of("training", seed, number), generator_of("evaluation", other, at)
+    training, evaluation = batch_generator("training", seed, number), batch_generator("evaluation", other, at)
     assert 0 <= training.initial_seed() < 2**31 <= evaluation.initial_seed() < 2**32
 
 
 @given(SEEDS, NUMBERS, NUMBERS)
 def test_no_two_batches_of_a_stream_have_the_same_generator(seed: int, number: int, other: int):
-    one, two = (generator_of("training", seed, at).initial_seed() for at in (number, other))
+    one, two = (batch_generator("training", seed, at).initial_seed() for at in (number, other))
     assert (one == two) == (number == other)
 
 
 @pytest.mark.parametrize(("split", "lowest"), [("training", 0), ("evaluation", 2**31)])
 def test_a_stream_that_reaches_the_end_of_its_half_continues_at_the_start(split: Split, lowest: int):
-    to_the_end = lowest + 2**31 - 1 - generator_of(split, 11, 0).initial_seed()
-    assert generator_of(split, 11, to_the_end).initial_seed() == lowest + 2**31 - 1
-    assert generator_of(split, 11, to_the_end + 1).initial_seed() == lowest
+    to_the_end = lowest + 2**31 - 1 - batch_generator(split, 11, 0).initial_seed()
+    assert batch_generator(split, 11, to_the_end).initial_seed() == lowest + 2**31 - 1
+    assert batch_generator(split, 11, to_the_end + 1).initial_seed() == lowest
 
 
 def test_training_and_evaluation_have_no_sequence_in_common():
@@ -104,4 +104,4 @@ def test_evaluation_sequences_come_in_batches_of_one_stream(rows: int, batch_siz
     batches = evaluation_batches(task, rows, batch_size, seed=5, first=13)
     assert [len(batch.input_ids) for batch in batches] == sizes
     for number, (batch, size) in enumerate(zip(batches, sizes, strict=True), start=13):
-        assert same(batch, task.batch(generator_of("evaluation", 5, number), size))
+        assert same(batch, task.batch(batch_generator("evaluation", 5, number), size))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvshift.lab.core.seeds import generator_for
-from kvshift.lab.theory.checks import COEFFICIENTS, check_logits, check_monte_carlo, check_orthonormal, check_places
+from kvshift.lab.theory.checks import COEFFICIENTS, check_logits, check_monte_carlo, check_orthonormal, check_positions
 from kvshift.lab.theory.finite_model import build_layer, draw_losses, random_embeddings
 from kvshift.lab.theory.limit_loss import exact, loss
 
@@ -40,7 +40,7 @@ def test_table_3_errs_at_the_sides_alone(tokens, coefficients):
 def test_the_closed_form_holds_for_i_up_to_t_minus_2(coefficients):
     tokens = 8
     a1, a2, b1, b2 = coefficients
-    losses = check_places(tokens, coefficients)
+    losses = check_positions(tokens, coefficients)
     inner = loss(torch.tensor(coefficients, dtype=torch.float64), exact(tokens)).item()
     assert losses[1:-1] == pytest.approx([inner] * 5, abs=1e-12)
     total = 2 * math.exp(a1) + math.exp(a2) + tokens - 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshift.lab.tasks.questions import Question
-from kvshift.lab.training.answers import answer, ask
+from kvshift.lab.training.answers import answer_accuracy, generate_answers
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ...models.llama.tiny import tiny_model
@@ -55,7 +55,7 @@ def alone(model: KVShiftLlamaForCausalLM, prompt: Tensor, tokens: int) -> Tensor
 def test_answers_are_those_of_each_prompt_alone(model: KVShiftLlamaForCausalLM) -> None:
     task = Echoes()
     questions = task.questions(torch.Generator().manual_seed(5), 23)
-    found = answer(model, task, questions, seed=0)
+    found = generate_answers(model, task, questions, seed=0)
     expected = [alone(model, question.prompt, 6) for question in questions]
     for got, wanted in zip(found, expected, strict=True):
         assert got.tolist() == wanted.tolist()
@@ -68,7 +68,7 @@ def test_drawn_answers_follow_the_seed_and_leave_torchs_generator(model: KVShift
     task.temperature = 1.0
     questions = task.questions(torch.Generator().manual_seed(5), 7)
     state = torch.get_rng_state()
-    first, again, other = (answer(model, task, questions, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (generate_answers(model, task, questions, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
     assert [row.tolist() for row in first] == [row.tolist() for row in again]
     assert [row.tolist() for row in first] != [row.tolist() for row in other]
@@ -79,7 +79,7 @@ def test_drawn_tokens_have_the_models_probabilities(model: KVShiftLlamaForCausal
     task = Echoes()
     task.temperature, task.max_new_tokens = 1.0, 1
     prompt = torch.tensor([3, 1])
-    drawn = answer(model, task, [Question(prompt)] * 4000, seed=0)
+    drawn = generate_answers(model, task, [Question(prompt)] * 4000, seed=0)
     counts = torch.bincount(torch.tensor([int(row[0]) if len(row) else END for row in drawn]), minlength=13)
     share = model(input_ids=prompt[None]).logits[0, -1].softmax(-1)
     deviation = (counts - 4000 * share) / (4000 * share * (1 - share)).sqrt().clamp(min=1)
@@ -89,7 +89,7 @@ def test_drawn_tokens_have_the_models_probabilities(model: KVShiftLlamaForCausal
 
 def test_shares_are_over_the_questions_that_count(model: KVShiftLlamaForCausalLM) -> None:
     task = Echoes()
-    found = ask(model, task, 13, seed=0, batch_size=4)
+    found = answer_accuracy(model, task, 13, seed=0, batch_size=4)
     assert found["odd"] == {"share": 1.0, "stderr": 0.0, "questions": 8}
     short = found["short"]
     assert short["questions"] == 13
@@ -98,4 +98,6 @@ def test_shares_are_over_the_questions_that_count(model: KVShiftLlamaForCausalLM
 
 
 def test_batches_do_not_change_the_answers(model: KVShiftLlamaForCausalLM) -> None:
-    assert ask(model, Echoes(), 13, seed=0, batch_size=1) == ask(model, Echoes(), 13, seed=0, batch_size=13)
+    assert answer_accuracy(model, Echoes(), 13, seed=0, batch_size=1) == answer_accuracy(
+        model, Echoes(), 13, seed=0, batch_size=13
+    )

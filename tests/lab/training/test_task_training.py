@@ -20,8 +20,8 @@ from kvshift.lab.tasks import (
     InductionTask,
     NGramConfig,
     TaskBatches,
+    batch_generator,
     count_correct,
-    generator_of,
     make_task,
 )
 from kvshift.lab.training.task_trainer import EarlyStopping, score
@@ -108,7 +108,7 @@ def test_training_is_plain_adamw_on_the_tasks_batches(finished: Path) -> None:
 def test_the_evaluation_is_that_of_the_saved_model(finished: Path) -> None:
     model = KVShiftLlamaForCausalLM.from_pretrained(finished / "model")
     task = InductionTask(InductionConfig(length=13, vocab_size=37))
-    batches = [task.batch(generator_of("evaluation", 0, number), rows) for number, rows in enumerate((5, 5, 5, 2))]
+    batches = [task.batch(batch_generator("evaluation", 0, number), rows) for number, rows in enumerate((5, 5, 5, 2))]
     found = score(model, batches, task.slice_names, torch.device("cpu"))
     last = lines(finished, "eval")[-1]
     assert (found["accuracy"], found["rows"]) == (last["accuracy"], 17)

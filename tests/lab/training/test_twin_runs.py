@@ -17,7 +17,7 @@ from kvshift.lab.compare.samples import sample
 from kvshift.lab.compare.step_time import measure_step_time
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.runs.checkpoints import seal, size_fault
+from kvshift.lab.runs.checkpoints import mark_complete, size_fault
 from kvshift.lab.runs.loading import load_trained, load_weights
 from kvshift.lab.runs.run import read_run
 from kvshift.lab.training import train as training
@@ -98,7 +98,7 @@ def test_what_is_no_plain_llama_keeps_its_name(model: dict[str, Any], corpus: Pa
 def test_a_run_of_before_is_resumed(plain: Path, corpus: Path, tmp_path: Path) -> None:
     run = copied(plain, tmp_path, without=BEFORE_THE_END)
     as_before(run / "checkpoint-8")
-    seal(run / "checkpoint-8")
+    mark_complete(run / "checkpoint-8")
     train(tiny(corpus, run, model=VANILLA, data={"packing": "documents"}))
     assert described(run / "model")["model_type"] == "llama"
     assert_same_run(run, plain)

@@ -13,7 +13,7 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
-from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_whole
+from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_full
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 
 from .layouts import LAYOUTS, given
@@ -59,7 +59,7 @@ def test_both_forms_by_the_loop(rows: list[list[int | None]], axis: Any) -> None
     where = given(rows)
     real = where["mask"].unsqueeze(1).expand(-1, HEADS, -1)
     expected = by_loop(q, k, v, axis, rows)[real]
-    whole, weights = selective_attention_whole(q, k, v, scaling=SCALING, axis=axis, **where)
+    whole, weights = selective_attention_full(q, k, v, scaling=SCALING, axis=axis, **where)
     torch.testing.assert_close(whole[real], expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(weights.sum(-1), torch.ones(5, HEADS, 7, dtype=q.dtype), rtol=0, atol=1e-12)
     for block in (1, 2, 3, 7, 64):
@@ -72,11 +72,11 @@ def test_a_case_by_hand() -> None:
     """Queries are 0, 2, 2, 2, 2 and keys 1: token 2 chooses token 1 by 2, token 3 chooses tokens 1 and 2 by 2."""
     q = torch.tensor([0.0, 2.0, 2.0, 2.0, 2.0]).view(1, 1, 5, 1)
     k = v = torch.ones(1, 1, 5, 1)
-    _, weights = selective_attention_whole(q, k, v, scaling=1.0)
+    _, weights = selective_attention_full(q, k, v, scaling=1.0)
     less = torch.tensor([[0.0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 2, 0, 0]])
     for i in range(5):
         torch.testing.assert_close(weights[0, 0, i, : i + 1], (-less[i, : i + 1]).softmax(0))
-    _, weights = selective_attention_whole(q, k, v, scaling=1.0, axis="key")
+    _, weights = selective_attention_full(q, k, v, scaling=1.0, axis="key")
     less = torch.tensor([[0.0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 2, 2, 2, 0], [0, 2, 4, 4, 4]])
     for i in range(5):
         torch.testing.assert_close(weights[0, 0, i, : i + 1], (-less[i, : i + 1]).softmax(0))
@@ -89,7 +89,7 @@ def test_gradients_of_blocks(rows: list[list[int | None]], axis: Any) -> None:
     weight = torch.randn(5, HEADS, 7, SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     inputs = [x.requires_grad_() for x in heads(5, 7, seed=1)]
     where: Any = {"scaling": SCALING, "axis": axis, **given(rows)}
-    expected = torch.autograd.grad((selective_attention_whole(*inputs, **where)[0] * weight).sum(), inputs)
+    expected = torch.autograd.grad((selective_attention_full(*inputs, **where)[0] * weight).sum(), inputs)
     for block in (1, 2, 3, 7, 64):
         got = torch.autograd.grad((selective_attention(*inputs, block=block, **where) * weight).sum(), inputs)
         for ours, theirs in zip(got, expected, strict=True):
@@ -103,7 +103,7 @@ def test_blocks_are_the_whole_in_float32(length: int, axis: Any) -> None:
     seen = torch.arange(length).expand(2, -1)
     where = {"mask": seen >= torch.tensor([[0], [min(7, length - 1)]]), "seq_idx": (seen > 0.6 * length).long()}
     results = []
-    for function in (selective_attention, selective_attention_whole):
+    for function in (selective_attention, selective_attention_full):
         inputs = [x.requires_grad_() for x in heads(2, length, torch.float32)]
         output = function(*inputs, scaling=SCALING, axis=axis, **where)
         output = output if isinstance(output, Tensor) else output[0]
@@ -127,7 +127,7 @@ def test_blocks_have_no_second_derivative(axis: Any) -> None:
     """This includes `autograd.grad` of an input, whose graph leaves out everything that is not on the way to it."""
     q, k, v = (x.requires_grad_() for x in heads(1, 5))
     out = selective_attention(q, k, v, scaling=0.3, axis=axis)
-    with pytest.raises(RuntimeError, match=r"no second derivative; selective_attention_whole has one"):
+    with pytest.raises(RuntimeError, match=r"no second derivative; selective_attention_full has one"):
         torch.autograd.grad(out.pow(3).sum(), q, create_graph=True)
 
 
@@ -135,8 +135,8 @@ def test_blocks_have_no_second_derivative(axis: Any) -> None:
 def test_blocks_in_bfloat16(axis: Any) -> None:
     """The blocks are as near to double precision as the whole form is, also under autocast."""
     inputs = heads(2, 131, torch.bfloat16)
-    exact, _ = selective_attention_whole(*(x.double() for x in inputs), scaling=SCALING, axis=axis)
-    whole, _ = selective_attention_whole(*inputs, scaling=SCALING, axis=axis)
+    exact, _ = selective_attention_full(*(x.double() for x in inputs), scaling=SCALING, axis=axis)
+    whole, _ = selective_attention_full(*inputs, scaling=SCALING, axis=axis)
     blocks = selective_attention(*inputs, scaling=SCALING, axis=axis)
     with torch.autocast("cpu", torch.bfloat16):
         cast = selective_attention(*(x.float() for x in inputs), scaling=SCALING, axis=axis)
@@ -177,7 +177,7 @@ def test_in_a_model_it_is_given_finished_queries_and_keys(name: str, axis: Any) 
             weights = ((q @ k.repeat_interleave(2, 1).mT) / 2).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9)
             expected = weights.softmax(-1) @ v.repeat_interleave(2, 1)
         else:
-            expected = selective_attention_whole(q, k, v, scaling=0.5, axis=axis)[0]
+            expected = selective_attention_full(q, k, v, scaling=0.5, axis=axis)[0]
         torch.testing.assert_close(seen["output"], expected.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-6)
 
 

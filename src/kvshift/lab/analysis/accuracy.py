@@ -87,14 +87,14 @@ def draw_means(axes: Axes, curves: Curves) -> None:
     count_steps(axes)
 
 
-def draw_pale(axes: Axes, curves: Curves) -> None:
+def draw_faint(axes: Axes, curves: Curves) -> None:
     """Draw the mean over seeds of each model's curves, such as training losses, as a pale line without a label."""
     styles = _styles(list(curves))
     for label, seeds in curves.items():
         axes.plot(*_mean(seeds), color=styles[label]["color"], alpha=0.25, linewidth=0.8)
 
 
-def minus(curve: Seeds, other: Seeds) -> Seeds:
+def curve_difference(curve: Seeds, other: Seeds) -> Seeds:
     """Return the difference of the curves of two models for each seed, at the steps that both have."""
     found = {}
     for seed, points in curve.items():

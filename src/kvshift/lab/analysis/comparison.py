@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.core.options import Meaning, differences, option_names
+from kvshift.lab.core.options import OptionTrait, differences, option_names
 from kvshift.lab.core.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
 from kvshift.lab.runs.run import Run
 from kvshift.lab.training.train_config import TrainConfig
@@ -16,7 +16,7 @@ from kvshift.lab.variants.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Twins:
+class PairedRuns:
     """Finished runs with the same seed that differ only in the variant.
 
     Attributes:
@@ -38,17 +38,17 @@ class Twins:
         return dict(list(self.runs.items())[1:])
 
 
-def summarize(twins: Sequence[Twins], step_time: dict[str, Any] | None = None) -> dict[str, Any]:
+def summarize(paired_runs: Sequence[PairedRuns], step_time: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return all numbers of a comparison by the names of variants, ready for JSON.
 
     Differences ("verdicts", and "difference" of each seed) and ratios are to the baseline, which has no entry itself.
 
     Args:
-        twins: The runs of each seed, with the same variants.
+        paired_runs: The runs of each seed, with the same variants.
         step_time: The measurement of `kvshift.lab.compare.step_time`, which is included unchanged.
     """
-    seeds = [_of_one_seed(each) for each in twins]
-    first = twins[0]
+    seeds = [_summarize_seed(each) for each in paired_runs]
+    first = paired_runs[0]
     names = {variant: run.name for variant, run in first.runs.items()}
     loss = {variant: _over_seeds([seed["loss"][variant] for seed in seeds]) for variant in names}
     verdicts = {
@@ -67,29 +67,30 @@ def summarize(twins: Sequence[Twins], step_time: dict[str, Any] | None = None) -
         "perplexity": {variant: _perplexity(estimate) for variant, estimate in loss.items()},
         "seeds": seeds,
         "step_time": step_time,
-        "peak_memory": _peak_memory(twins),
+        "peak_memory": _peak_memory(paired_runs),
         "parameters": {variant: run.result["parameters"] for variant, run in first.runs.items()},
     }
 
 
 def _require_same_options(baseline: Run, other: Run) -> None:
     """Raise a LabError unless both runs recorded the same options and data, except for options of the variant."""
-    of_variants = {"config_hash", *(f"model.{name}" for name in option_names(ModelConfig, Meaning.OF_THE_VARIANT))}
+    varying = option_names(ModelConfig, OptionTrait.VARIES_BY_VARIANT)
+    of_variants = {"config_hash", *(f"model.{name}" for name in varying)}
     found = differences(TrainConfig, baseline.config, other.config)
     lines = [line for name, line in found.items() if name not in of_variants]
     if lines:
         raise LabError(f"{baseline.folder} and {other.folder} differ in more than the variant: {'; '.join(lines)}")
 
 
-def _of_one_seed(twins: Twins) -> dict[str, Any]:
-    baseline, names = twins.baseline, list(twins.runs)
-    loss = {variant: _final_loss(run) for variant, run in twins.runs.items()}
+def _summarize_seed(paired_runs: PairedRuns) -> dict[str, Any]:
+    baseline, names = paired_runs.baseline, list(paired_runs.runs)
+    loss = {variant: _final_loss(run) for variant, run in paired_runs.runs.items()}
     # The baseline reaches its final loss at its end, even if its curve was below that loss before.
     reach: dict[str, dict[str, Any]] = {
         unit: {names[0]: baseline.series("eval", unit)[0][-1]} for unit in ("step", "tokens")
     }
     differences = {}
-    for variant, run in twins.others.items():
+    for variant, run in paired_runs.others.items():
         _require_same_options(baseline, run)
         ours, theirs = (each.result["eval_losses_per_row"] for each in (run, baseline))
         if len(ours) != len(theirs):
@@ -103,7 +104,7 @@ def _of_one_seed(twins: Twins) -> dict[str, Any]:
         for unit, reached in reach.items():
             reached[variant] = _reached(run, unit, loss[names[0]].mean)
     return {
-        "seed": twins.seed,
+        "seed": paired_runs.seed,
         "loss": {variant: asdict(estimate) for variant, estimate in loss.items()},
         "difference": {variant: asdict(estimate) for variant, estimate in differences.items()},
         "reach": reach,
@@ -121,9 +122,12 @@ def _perplexity(loss: Estimate) -> dict[str, Any]:
     return asdict(Estimate(value, None if loss.stderr is None else value * loss.stderr, loss.n))
 
 
-def _peak_memory(twins: Sequence[Twins]) -> dict[str, float] | None:
+def _peak_memory(paired_runs: Sequence[PairedRuns]) -> dict[str, float] | None:
     """Return the peak memory of each variant in bytes, a mean over seeds; None if the system does not report it."""
-    peaks = {variant: [each.runs[variant].result["peak_memory_bytes"] for each in twins] for variant in twins[0].runs}
+    peaks = {
+        variant: [each.runs[variant].result["peak_memory_bytes"] for each in paired_runs]
+        for variant in paired_runs[0].runs
+    }
     if any(None in values for values in peaks.values()):
         return None
     return {variant: _mean(values) for variant, values in peaks.items()}

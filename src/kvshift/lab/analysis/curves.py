@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvshift.lab.analysis.accuracy import draw_means, draw_pale, minus
+from kvshift.lab.analysis.accuracy import curve_difference, draw_faint, draw_means
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.maps import map_coefficients
-from kvshift.lab.analysis.panels import INTERVALS, count_steps, legend_below, new_figure, whole_ticks
+from kvshift.lab.analysis.panels import INTERVALS, count_steps, integer_ticks, legend_below, new_figure
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import read_metrics
 from kvshift.lab.runs.run import Run, read_run
@@ -48,10 +48,10 @@ def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure
     }
     draw_means(losses, curves["eval"])
     low, high = losses.get_ylim()  # show all evaluations; early training losses may be outside
-    draw_pale(losses, curves["train"])
+    draw_faint(losses, curves["train"])
     losses.set_ylim(low, high)
     for axes in rest:
-        draw_means(axes, {name: minus(curves["eval"][name], curves["eval"][baseline]) for name in others})
+        draw_means(axes, {name: curve_difference(curves["eval"][name], curves["eval"][baseline]) for name in others})
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xlim(losses.get_xlim())
     for axes in figure.axes:
@@ -65,7 +65,7 @@ def count_tokens(axes: Axes) -> None:
     from matplotlib.ticker import EngFormatter
 
     axes.set_xlabel("training tokens")
-    whole_ticks(axes.xaxis)
+    integer_ticks(axes.xaxis)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 

@@ -45,23 +45,27 @@ class StepsToLevel:
     Attributes:
         level: The level of accuracy, such as 0.99.
         steps: For each seed, the step at which the level was reached, or None.
-        within: For each seed, the step of the last evaluation, the limit for seeds that did not reach the level.
+        last_steps: For each seed, the step of the last evaluation, the limit for seeds that did not reach the level.
     """
 
     level: float
     steps: Mapping[int, float | None]
-    within: Mapping[int, float]
+    last_steps: Mapping[int, float]
 
     def __post_init__(self) -> None:
         _check_level(self.level)
         if not self.steps:
             raise ValueError("steps must hold at least one seed, got none")
-        if self.steps.keys() != self.within.keys():
-            raise ValueError(f"steps and within must have the same seeds, got {list(self.steps)}, {list(self.within)}")
+        if self.steps.keys() != self.last_steps.keys():
+            raise ValueError(
+                f"steps and last_steps must have the same seeds, got {list(self.steps)}, {list(self.last_steps)}"
+            )
         for seed, step in self.steps.items():
-            if step is not None and not 0 < step <= self.within[seed]:
+            if step is not None and not 0 < step <= self.last_steps[seed]:
                 # Step 0 is before training: nothing was learned, and a ratio to 0 is undefined.
-                raise ValueError(f"seed {seed}: steps must be above 0 and at most {self.within[seed]:g}, got {step:g}")
+                raise ValueError(
+                    f"seed {seed}: steps must be above 0 and at most {self.last_steps[seed]:g}, got {step:g}"
+                )
 
     @property
     def reached(self) -> list[float]:
@@ -86,7 +90,7 @@ class StepsToLevel:
         """
         ordered = sorted(math.inf if step is None else step for step in self.steps.values())
         middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-        if middle == math.inf or any(self.within[seed] < ordered[len(ordered) // 2] for seed in self.missing):
+        if middle == math.inf or any(self.last_steps[seed] < ordered[len(ordered) // 2] for seed in self.missing):
             return None
         return middle
 
@@ -103,7 +107,7 @@ class StepsToLevel:
         seeds = _seeds(len(self.steps))
         level = f"{100 * self.level:g} %"
         if self.missing:
-            limits = sorted({self.within[seed] for seed in self.missing})
+            limits = sorted({self.last_steps[seed] for seed in self.missing})
             limit = f"{limits[0]:,g}" if len(limits) == 1 else f"{limits[0]:,g} to {limits[-1]:,g}"
             text = f"{level} not reached within {limit} steps by {len(self.missing)} of {seeds}"
             if self.reached:
@@ -122,7 +126,7 @@ def steps_to_level(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]]
     return StepsToLevel(
         level=level,
         steps={seed: steps_to(steps, accuracy, level) for seed, (steps, accuracy) in curves.items()},
-        within={seed: float(steps[-1]) for seed, (steps, _) in curves.items()},
+        last_steps={seed: float(steps[-1]) for seed, (steps, _) in curves.items()},
     )
 
 
@@ -174,8 +178,8 @@ def compare_steps(
         raise ValueError(
             f"ours and theirs must have the same seeds, got {sorted(ours.steps)} and {sorted(theirs.steps)}"
         )
-    most = [_over(ours.steps[seed], theirs.steps[seed] or theirs.within[seed]) for seed in ours.steps]
-    least = [_over(ours.steps[seed] or ours.within[seed], theirs.steps[seed]) for seed in ours.steps]
+    most = [_over(ours.steps[seed], theirs.steps[seed] or theirs.last_steps[seed]) for seed in ours.steps]
+    least = [_over(ours.steps[seed] or ours.last_steps[seed], theirs.steps[seed]) for seed in ours.steps]
     at_most = None if None in most else max(value for value in most if value is not None)
     at_least = None if None in least else min(value for value in least if value is not None)
     found = StepsComparison(

@@ -11,7 +11,12 @@ from kvshift.lab.core.errors import LabError
 
 
 def write_or_check(
-    program: str, arguments: Sequence[str], page: Path, results: Path, markers: Sequence[str], made: Callable[[], str]
+    program: str,
+    arguments: Sequence[str],
+    page: Path,
+    results: Path,
+    markers: Sequence[str],
+    generate: Callable[[], str],
 ) -> int:
     """Run `python -m program [--check]` and return the exit code.
 
@@ -21,7 +26,7 @@ def write_or_check(
         page, results: Paths relative to the working directory; `results` is only named in messages.
         markers: Lines of the page between which the generated text is placed. With a single marker, the generated text
             extends to the end of the page.
-        made: Generates the text. If it raises a LabError, the error is printed and the page stays unchanged.
+        generate: Generates the text. If it raises a LabError, the error is printed and the page stays unchanged.
     """
     if list(arguments) not in ([], ["--check"]):
         print(f"usage: python -m {program} [--check], got {' '.join(arguments)}", file=sys.stderr)
@@ -31,7 +36,7 @@ def write_or_check(
         if not all(marker in old for marker in markers):
             raise LabError(f"{page} must contain the line {' and the line '.join(map(str.strip, markers))}")
         head, begin, rest = old.partition(markers[0])
-        new = f"{head}{begin}\n{made()}"
+        new = f"{head}{begin}\n{generate()}"
         for end in markers[1:]:
             new += f"\n{end}{rest.partition(end)[2]}"
     except LabError as error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # takes a second to import
     from numpy import ndarray
 
 _SYMBOLS = {"alpha": "α", "beta": "β", "gamma": "γ"}
-_OF = {"alpha": "keys", "beta": "values", "gamma": "queries"}
+_TARGETS = {"alpha": "keys", "beta": "values", "gamma": "queries"}
 _CELLS = 64  # maximum number of cells for which a panel shows their values; more would not be legible
 _LABELLED = 48  # maximum number of tokens that are written on the axes
 
@@ -34,7 +34,7 @@ def map_coefficients(layers: Sequence[Mapping[str, Any]]) -> Figure | None:
 
     panels = [
         (
-            f"${_SYMBOLS[name]}_{lag + 1}$: {_OF[name]}, {_lag(lag)}",
+            f"${_SYMBOLS[name]}_{lag + 1}$: {_TARGETS[name]}, {_lag(lag)}",
             [[head[lag] for head in layer[name]] for layer in layers],
         )
         for name in (layers[0] if layers else ())

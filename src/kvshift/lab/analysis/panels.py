@@ -64,7 +64,7 @@ def legend_below(figure: Figure, note: str | None = None) -> None:
     )
 
 
-def whole_ticks(axis: Axis) -> None:
+def integer_ticks(axis: Axis) -> None:
     """Place ticks only at whole numbers, for an axis of counts."""
     from matplotlib.ticker import MaxNLocator
 
@@ -74,4 +74,4 @@ def whole_ticks(axis: Axis) -> None:
 def count_steps(axes: Axes) -> None:
     """Label the x-axis as training steps, with ticks at whole numbers."""
     axes.set_xlabel("step")
-    whole_ticks(axes.xaxis)
+    integer_ticks(axes.xaxis)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.analysis.comparison import Twins, legend, summarize, table
+from kvshift.lab.analysis.comparison import PairedRuns, legend, summarize, table
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
 from kvshift.lab.analysis.pages import inline, render
 from kvshift.lab.analysis.probe_curves import plot_probes
@@ -27,9 +27,9 @@ def run_folder(out: Path, seed: int, variant: str) -> Path:
     return out / f"seed-{seed}" / variant.replace("-", "")
 
 
-def read_twins(out: Path, seed: int, variants: Sequence[str] = _BASELINE_FIRST) -> Twins:
+def read_paired_runs(out: Path, seed: int, variants: Sequence[str] = _BASELINE_FIRST) -> PairedRuns:
     """Read the paired runs of one seed from the folder of a comparison."""
-    return Twins(seed, {variant: read_run(run_folder(out, seed, variant)) for variant in variants})
+    return PairedRuns(seed, {variant: read_run(run_folder(out, seed, variant)) for variant in variants})
 
 
 def verdicts(summary: dict[str, Any]) -> str:
@@ -54,16 +54,16 @@ def write_report(
     Returns:
         The summary; see `comparison.summarize`.
     """
-    twins = [read_twins(out, seed, variants) for seed in seeds]
+    paired_runs = [read_paired_runs(out, seed, variants) for seed in seeds]
     samples = _read_if_there(out / "samples.json")
-    summary = summarize(twins, _read_if_there(out / "step_time.json"))
+    summary = summarize(paired_runs, _read_if_there(out / "step_time.json"))
     rows = table(summary)
     _write(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     text = f"{as_markdown(rows)}\n\n{legend(summary)}\n\nValidation loss: {verdicts(summary)}.\n"
     _write(out / "table.md", text)
 
-    runs = [(each.seed, run) for each in twins for run in each.runs.values()]
-    baseline = twins[0].baseline
+    runs = [(each.seed, run) for each in paired_runs for run in each.runs.values()]
+    baseline = paired_runs[0].baseline
     curves = save_figure(plot_curves([run.folder for _, run in runs], baseline=baseline.name), out / "curves")
     probes = plot_probes([run.folder for _, run in runs])
     coefficients = []

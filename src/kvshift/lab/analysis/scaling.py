@@ -33,15 +33,15 @@ class PowerLaw:
         coefficients: Coefficients of the line, a log N_c and -a.
         inverse: (X^T X)^-1 of the line's design matrix.
         deviation: Standard deviation of log L around the line, with n - 2 degrees of freedom.
-        drawn: (draws, 2) coefficients of the bootstrap fits.
-        deviations: (draws,) standard deviations of the bootstrap fits.
+        bootstrap_coefficients: (draws, 2) coefficients of the bootstrap fits.
+        bootstrap_deviations: (draws,) standard deviations of the bootstrap fits.
     """
 
     coefficients: Any
     inverse: Any
     deviation: float
-    drawn: Any
-    deviations: Any
+    bootstrap_coefficients: Any
+    bootstrap_deviations: Any
 
     @property
     def exponent(self) -> Interval:
@@ -75,10 +75,10 @@ class PowerLaw:
         if self.deviation == 0:  # the points lie on the line
             return value, value, value
         root = math.sqrt(float(row @ self.inverse @ row))
-        moved = self.drawn @ row - value
+        moved = self.bootstrap_coefficients @ row - value
         moved[np.abs(moved) < ROUNDING * max(1.0, abs(value))] = 0
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = moved / (self.deviations * root)
+            ratios = moved / (self.bootstrap_deviations * root)
         ratios = ratios[~np.isnan(ratios)]
         below, above = np.quantile(ratios, [0.025, 0.975], method="closest_observation")  # never averages with infinity
         return value, value - float(above) * self.deviation * root, value - float(below) * self.deviation * root
@@ -115,13 +115,13 @@ def fit_power_law(sizes: Sequence[float], losses: Sequence[float], *, seed: int 
     again = x @ coefficients + np.random.default_rng(seed).choice(
         residuals * math.sqrt(len(sizes) / free), (draws, len(sizes))
     )
-    drawn = again @ solve.T
-    left = again - drawn @ x.T
+    bootstrap_coefficients = again @ solve.T
+    left = again - bootstrap_coefficients @ x.T
     left[np.abs(left) < rounding] = 0
     return PowerLaw(
         coefficients=coefficients,
         inverse=np.linalg.inv(x.T @ x),
         deviation=math.sqrt(float(residuals @ residuals) / free),
-        drawn=drawn,
-        deviations=np.sqrt((left**2).sum(axis=1) / free),
+        bootstrap_coefficients=bootstrap_coefficients,
+        bootstrap_deviations=np.sqrt((left**2).sum(axis=1) / free),
     )

@@ -24,7 +24,7 @@ PAGE, RESULTS = Path("docs/check.md"), Path("results/check/transformers.jsonl")
 Row = Mapping[str, Any]
 
 
-def rendered(rows: Sequence[Row]) -> str:
+def render_tables(rows: Sequence[Row]) -> str:
     """Return the text behind the marker: a table for each group of models, distances from tolerances, and sources."""
     by_name = {row["name"]: row for row in rows}
     parts = []
@@ -38,7 +38,12 @@ def rendered(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Write or check the page, and return the exit code."""
     return write_or_check(
-        "kvshift.lab.check.check_page", arguments, PAGE, RESULTS, [MARKER], lambda: rendered([*read_lines(RESULTS)])
+        "kvshift.lab.check.check_page",
+        arguments,
+        PAGE,
+        RESULTS,
+        [MARKER],
+        lambda: render_tables([*read_lines(RESULTS)]),
     )
 
 

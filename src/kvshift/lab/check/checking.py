@@ -12,7 +12,7 @@ from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.check.check_config import CheckConfig
 from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.environment import environment
-from kvshift.lab.core.errors import LabError, SomethingWrongError, nearest
+from kvshift.lab.core.errors import CheckFailedError, LabError, nearest
 from kvshift.lab.core.messages import say
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
@@ -28,7 +28,7 @@ def check(config: CheckConfig) -> None:
 
     Raises:
         LabError: if options are wrong or the model cannot be checked.
-        SomethingWrongError: if a property is wrong, after the table and JSON have been written.
+        CheckFailedError: if a property is wrong, after the table and JSON have been written.
     """
     config.check()
     for name in config.properties:
@@ -48,16 +48,16 @@ def check(config: CheckConfig) -> None:
     except (TypeError, ValueError) as error:
         raise LabError(str(error)) from error
     report = replace(report, notes=notes + report.notes)
-    found = stamped(report, model.device)
+    found = report_with_environment(report, model.device)
     print(json.dumps(found, indent=1, allow_nan=False) if config.json else report_table(report))
     if config.output is not None:
         write_json(config.output, found)
     if report.wrong:
         names = "; ".join(verdict.property for verdict in report.wrong)
-        raise SomethingWrongError(f"{len(report.wrong)} of {len(report.verdicts)} properties are wrong: {names}")
+        raise CheckFailedError(f"{len(report.wrong)} of {len(report.verdicts)} properties are wrong: {names}")
 
 
-def stamped(report: Report, device: torch.device) -> dict[str, Any]:
+def report_with_environment(report: Report, device: torch.device) -> dict[str, Any]:
     """Return the report as JSON values, with the environment in which it was made."""
     found = environment(device, processes=1)
     return {**report.as_dict(), **found, "versions": {**found["versions"], **report.versions}}

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import kvshift.models.baichuan_m1
 import kvshift.models.llama  # noqa: F401, both register their model types
 from kvshift import ShiftOptions
-from kvshift.lab.check.checking import stamped
+from kvshift.lab.check.checking import report_with_environment
 from kvshift.lab.core.json_lines import write_lines
 from kvshift.lab.core.messages import say
 from kvshift.models.check import check_model
@@ -212,7 +212,7 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
     for name in names:
         report = check_model(build_stock(name))
         say(f"{name}: {len(report.wrong)} of {len(report.verdicts)} wrong", command="check")
-        rows.append({"name": name, "config": STOCK[name], **stamped(report, torch.device("cpu"))})
+        rows.append({"name": name, "config": STOCK[name], **report_with_environment(report, torch.device("cpu"))})
     return rows
 
 

@@ -53,12 +53,12 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
     seeds = range(config.train.seed, config.train.seed + config.seeds)
     with RunFolder(out).locked(out / "compare.json"):
         _adopt_folder(config)
-        runs = [(job, job.config.out) for job in jobs_of(config)]
+        runs = [(job, job.config.out) for job in training_processes(config)]
         for job, folder in runs:
             job.run(folder)
         write_records(out / "records.jsonl", [record_of(job, folder) for job, folder in runs])
         folders = {variant: run_folder(out, seeds[0], variant) for variant in config.variants}
-        with _no_bars():
+        with _without_progress_bars():
             _measure_step_time(config, folders)
             _write_samples(config, folders)
         try:
@@ -74,7 +74,7 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
     return summary
 
 
-def jobs_of(config: CompareConfig) -> list[TrainingProcess]:
+def training_processes(config: CompareConfig) -> list[TrainingProcess]:
     """Return a job for each variant with each seed."""
     seeds = range(config.train.seed, config.train.seed + config.seeds)
     runs = [(seed, variant) for seed in seeds for variant in config.variants]
@@ -82,7 +82,7 @@ def jobs_of(config: CompareConfig) -> list[TrainingProcess]:
         TrainingProcess(
             arm=Arm(variant=variant),
             config=child_config(config.train, seed, variant, equal_parameters=config.equal_parameters),
-            place=f"{number} of {len(runs)}",
+            position=f"{number} of {len(runs)}",
         )
         for number, (seed, variant) in enumerate(runs, start=1)
     ]
@@ -120,7 +120,7 @@ def _adopt_folder(config: CompareConfig) -> None:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def _without_progress_bars() -> Iterator[None]:
     """Hide the progress bars of transformers inside the block: small models fill them before they are visible."""
     from transformers.utils import logging
 

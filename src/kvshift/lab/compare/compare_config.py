@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from kvshift.lab.core.errors import LabError, require_unicode
-from kvshift.lab.core.options import Meaning, option_names
+from kvshift.lab.core.options import OptionTrait, option_names
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.by_name import VARIANTS, find_entry, refinements
 
@@ -60,7 +60,7 @@ class CompareConfig:
             raise LabError("prompt must not be empty")
         require_unicode(self.prompt or "", "prompt")
         self._check_variants()
-        for name in sorted(option_names(TrainConfig, Meaning.OF_THE_CALL)):
+        for name in sorted(option_names(TrainConfig, OptionTrait.ONE_CALL_ONLY)):
             if getattr(self.train, name):
                 raise LabError(f"{name} is only for kvshift train; for a new comparison, choose another folder for out")
         if "RANK" in os.environ:

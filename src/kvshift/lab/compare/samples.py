@@ -45,12 +45,12 @@ def sample(
     for folder in folders.values():
         run = read_run(folder)
         model = load_trained(run).eval()
-        how = GenerationConfig(
+        generation_config = GenerationConfig(
             **drawn,
             max_new_tokens=tokens,
             pad_token_id=tokenizer.eos_token_id,
             eos_token_id=model.generation_config.eos_token_id,
         )
-        written = continue_rows(model, [torch.tensor(ids)], how, seed=seed)[0]
+        written = continue_rows(model, [torch.tensor(ids)], generation_config, seed=seed)[0]
         texts[run.name] = tokenizer.decode(written, skip_special_tokens=True)
     return {"prompt": prompt, "seed": seed, "temperature": temperature, "texts": texts}

@@ -82,7 +82,7 @@ def side_by_side(steps: Mapping[str, Callable[[int], object]], clock: Clock, sec
         the quartiles "low" and "high"; "rounds", their number; "steps_per_turn", consecutive calls of the baseline;
         "milliseconds", the median time of each for one step.
     """
-    found = measure(steps, clock, _FEWEST_ROUNDS, seconds=seconds, least_seconds=_LEAST_SECONDS, there_and_back=True)
+    found = measure(steps, clock, _FEWEST_ROUNDS, seconds=seconds, least_seconds=_LEAST_SECONDS, mirrored=True)
     for name, times in found.items():
         if times.failure is not None:
             raise RunFailedError(f"a step of {name} could not be timed: {times.failure}")

@@ -123,7 +123,7 @@ def measure(
     seconds: float = 0.0,
     least_seconds: float = 1e-3,
     warm_up: int = 2,
-    there_and_back: bool = False,
+    mirrored: bool = False,
 ) -> dict[str, Times]:
     """Time several implementations of the same function side by side.
 
@@ -134,7 +134,7 @@ def measure(
         seconds: minimum time spent in rounds after the warm-up; further rounds are added to reach it.
         least_seconds: time that consecutive calls of an implementation should fill, with 20 calls at most.
         warm_up: number of preceding rounds of one call each, whose times are discarded.
-        there_and_back: call the implementations in order and then in reverse order in each round (A B B A), and average
+        mirrored: call the implementations in order and then in reverse order in each round (A B B A), and average
             their times, so that a machine that slows down or speeds up evenly affects all of them alike.
     """
     found = {name: Times() for name in implementations}
@@ -143,7 +143,7 @@ def measure(
         if at >= warm_up + rounds and (spent >= seconds or all(times.failure for times in found.values())):
             return found
         counts = at >= warm_up
-        order = [*implementations, *(reversed([*implementations]) if there_and_back and counts else ())]
+        order = [*implementations, *(reversed([*implementations]) if mirrored and counts else ())]
         taken: dict[str, list[float]] = {name: [] for name in implementations}
         for name in order:
             times = found[name]

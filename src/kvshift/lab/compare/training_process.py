@@ -42,11 +42,11 @@ class TrainingProcess(RunJob):
 
     Attributes:
         config: options of the run; `out` is its folder.
-        place: position among the runs of the comparison: "1 of 2".
+        position: position among the runs of the comparison: "1 of 2".
     """
 
     config: TrainConfig
-    place: str
+    position: str
 
     def is_finished(self, out: Path) -> bool:
         """Return True if the run is finished; `compare` has already checked its options."""
@@ -56,7 +56,7 @@ class TrainingProcess(RunJob):
         return other_options(options, to_json(self.config))
 
     def run(self, out: Path) -> None:
-        label = f"seed {self.seed}, {self.arm.variant} ({self.place})"
+        label = f"seed {self.seed}, {self.arm.variant} ({self.position})"
         if self.is_finished(out):
             say(f"{label}: already finished")
             return

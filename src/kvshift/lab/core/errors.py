@@ -48,7 +48,7 @@ class FolderInUseError(LabError):
     exit_code = 4
 
 
-class SomethingWrongError(LabError):
+class CheckFailedError(LabError):
     """A check was completed and its report was written, but it found a fault."""
 
     exit_code = 1

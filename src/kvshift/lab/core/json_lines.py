@@ -10,7 +10,7 @@ all follow one policy:
 - If several processes might write to a file, only one does at a time, under the lock of its folder
   (`RunFolder.locked`) or under a separate lock (`open_locked`).
 - A last line without a line end, left by a killed process, is not a record: `JSONLines.read` skips it, and
-  `JSONLines.keep` or the next `append` removes it.
+  `JSONLines.truncate_to` or the next `append` removes it.
 - A file that changes anywhere but at its end is replaced as a whole (`write_lines`).
 """
 
@@ -68,7 +68,7 @@ class JSONLines:
         self._file.seek(0)
         return self._file.read().split(b"\n")[:-1]
 
-    def keep(self, lines: Sequence[bytes]) -> None:
+    def truncate_to(self, lines: Sequence[bytes]) -> None:
         """Truncate the file behind `lines`, the first of the lines that `read` has returned."""
         self.count, self._end = len(lines), sum(len(line) + 1 for line in lines)
         self._file.truncate(self._end)

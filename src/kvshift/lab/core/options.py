@@ -2,7 +2,7 @@
 
 By default an option affects the results of a run. The metadata of a field declare anything else:
 
-    report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE)
+    report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE_SPECIFIC)
 
 The metadata determine the hash of a run, the options with which it can be resumed, and the options that are recorded.
 """
@@ -22,35 +22,35 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from kvshift.lab.core.errors import LabError
 
 
-class Meaning(Enum):
+class OptionTrait(Enum):
     """Properties of an option."""
 
-    DECIDES_NOTHING = "no number that is computed depends on it: it may differ between a run and its continuation"
-    OF_THE_MACHINE = "it is about where a run takes place: the records of a study leave it out"
-    OF_THE_CALL = "it applies to one call and is not recorded with the run"
-    LATE = "older runs lack it: None does not enter the hash, and means the same as False or a missing entry"
-    OF_THE_VARIANT = "it may differ between the variants of a comparison"
-    BESIDE_THE_MODEL = "it has no field of its name in the configuration of the model"
+    NO_EFFECT_ON_RESULTS = "no computed number depends on it: it may differ between a run and its continuation"
+    MACHINE_SPECIFIC = "it depends on the machine: the records of a study do not include it"
+    ONE_CALL_ONLY = "it affects one call and is not recorded with the run"
+    ADDED_LATER = "older runs do not have it: None does not enter the hash, and equals False and a missing entry"
+    VARIES_BY_VARIANT = "it may differ between the variants of a comparison"
+    NOT_IN_MODEL_CONFIG = "the configuration of the model has no field of this name"
 
 
-def means(*meanings: Meaning) -> dict[str, bool]:
+def option_metadata(*traits: OptionTrait) -> dict[str, bool]:
     """Return the metadata of a field with these properties."""
-    return {meaning.name: True for meaning in meanings}
+    return {trait.name: True for trait in traits}
 
 
-FREE = means(Meaning.DECIDES_NOTHING)
-MACHINE = means(Meaning.DECIDES_NOTHING, Meaning.OF_THE_MACHINE)
-CALL = means(Meaning.OF_THE_CALL)
-LATE = means(Meaning.LATE)
+NO_EFFECT_ON_RESULTS = option_metadata(OptionTrait.NO_EFFECT_ON_RESULTS)
+MACHINE_SPECIFIC = option_metadata(OptionTrait.NO_EFFECT_ON_RESULTS, OptionTrait.MACHINE_SPECIFIC)
+ONE_CALL_ONLY = option_metadata(OptionTrait.ONE_CALL_ONLY)
+ADDED_LATER = option_metadata(OptionTrait.ADDED_LATER)
 
 RECORDED = ("config_hash", "data_facts", "extended")
 """Entries that a run records in addition to its options."""
 
 
 @cache
-def option_names(options: type, meaning: Meaning) -> frozenset[str]:
+def option_names(options: type, trait: OptionTrait) -> frozenset[str]:
     """Return the names of the fields of a dataclass that have this property."""
-    return frozenset(item.name for item in dataclasses.fields(options) if item.metadata.get(meaning.name))
+    return frozenset(item.name for item in dataclasses.fields(options) if item.metadata.get(trait.name))
 
 
 @cache
@@ -67,12 +67,12 @@ def options_hash(options: type, values: Mapping[str, Any]) -> str:
         options: the dataclass whose metadata describe the options; values of unknown names enter the hash.
         values: values of the options, as returned by `to_json`.
     """
-    free, late = option_names(options, Meaning.DECIDES_NOTHING), option_names(options, Meaning.LATE)
+    free, late = option_names(options, OptionTrait.NO_EFFECT_ON_RESULTS), option_names(options, OptionTrait.ADDED_LATER)
     decisive = {
         name: value for name, value in values.items() if name not in free and not (name in late and value is None)
     }
     for group, its_options in _groups(options).items():
-        late, given = option_names(its_options, Meaning.LATE), decisive.get(group, {})
+        late, given = option_names(its_options, OptionTrait.ADDED_LATER), decisive.get(group, {})
         kept = {name: value for name, value in given.items() if name not in late or value is not None}
         decisive |= {group: kept} if kept else {}
     return digest(decisive)
@@ -94,8 +94,8 @@ def differences(
         prefix: prefix of the names.
     """
     lines: dict[str, str] = {}
-    free: Set[str] = frozenset() if options is None else option_names(options, Meaning.DECIDES_NOTHING)
-    late: Set[str] = frozenset() if options is None else option_names(options, Meaning.LATE)
+    free: Set[str] = frozenset() if options is None else option_names(options, OptionTrait.NO_EFFECT_ON_RESULTS)
+    late: Set[str] = frozenset() if options is None else option_names(options, OptionTrait.ADDED_LATER)
     groups: Mapping[str, type] = {} if options is None else _groups(options)
     for name in sorted({*old, *new} - free):
         before, now = old.get(name), new.get(name)
@@ -108,7 +108,7 @@ def differences(
 
 def to_json(config: Any) -> dict[str, Any]:
     """Return the fields of a config as JSON values, without options of one call; paths become strings, tuples lists."""
-    of_the_call = option_names(type(config), Meaning.OF_THE_CALL)
+    of_the_call = option_names(type(config), OptionTrait.ONE_CALL_ONLY)
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in of_the_call}
     return json.loads(json.dumps(values, default=str))
 

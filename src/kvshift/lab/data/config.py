@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from kvshift.lab.core.errors import LabError, require
-from kvshift.lab.core.options import LATE
+from kvshift.lab.core.options import ADDED_LATER
 
-SHARED = "KVSHIFT_SHARED_DATA"
+SHARED_DATA_ENV = "KVSHIFT_SHARED_DATA"
 """Environment variable that names the folder of larger corpora, which are not part of the repository."""
 
 # A byte-level BPE starts from the 256 bytes and adds the end-of-text token.
@@ -63,7 +63,7 @@ class DataConfig:
     """How documents share a sequence. concat: attention and shift cross from one document to the next, as in the paper.
     documents: no document sees another."""
 
-    repeated_spans: float | None = field(default=None, metadata=LATE)
+    repeated_spans: float | None = field(default=None, metadata=ADDED_LATER)
     """Fraction of the training sequences in which a span of tokens is copied over a later one, to give the model more
     to copy: above 0 and at most 1, only with packing concat. The validation text is not changed."""
 
@@ -74,14 +74,16 @@ def find_shared(name: str | None) -> str | None:
     None and names without a slash, which are bundled corpora, are returned unchanged.
 
     Raises:
-        LabError: the environment variable `SHARED` is not set, or its folder has no such file.
+        LabError: the environment variable `SHARED_DATA_ENV` is not set, or its folder has no such file.
     """
     if name is None or "/" not in name:
         return name
-    folder = os.environ.get(SHARED)
+    folder = os.environ.get(SHARED_DATA_ENV)
     if not folder or not list(Path(folder).glob(name)):
         was = f"{folder!r}, which does not" if folder else "not set"
-        raise LabError(f"the environment variable {SHARED} must name the folder that contains {name}; it is {was}")
+        raise LabError(
+            f"the environment variable {SHARED_DATA_ENV} must name the folder that contains {name}; it is {was}"
+        )
     return str(Path(folder) / name)
 
 

@@ -115,7 +115,7 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
         if not found:
             raise LabError(
                 f"{option}: the folder {pattern} contains no file in a supported format ({known}); hidden files are "
-                f"ignored{_of_tables(path)}"
+                f"ignored{_table_hint(path)}"
             )
     elif path.exists() or path.is_symlink():
         found = [path]
@@ -128,7 +128,7 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
         if not file.is_file():
             raise _no_file(file, option)
         if not is_data_file(file):
-            raise LabError(f"{option}: {file} is not in a supported format ({known}){_of_tables(file)}")
+            raise LabError(f"{option}: {file} is not in a supported format ({known}){_table_hint(file)}")
     # Do not resolve links: they may point to a file without a suffix, as in the caches of the hub.
     stats = [(str(file.absolute()), file.stat()) for file in found]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -171,7 +171,7 @@ def _no_file(path: Path, option: str) -> LabError:
     return LabError(f"{option}: {path} is not a regular file (a pipe, socket or device): write its text to a file")
 
 
-def _of_tables(path: Path) -> str:
+def _table_hint(path: Path) -> str:
     """Return a hint for an error message: how to convert `path`, or a file in this folder, if it is .csv or .tsv."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if _format(file) in (".csv", ".tsv"):
@@ -182,7 +182,7 @@ def _of_tables(path: Path) -> str:
     return ""
 
 
-def of_chats(columns: Iterable[str], load: str, out: str) -> str:
+def chat_hint(columns: Iterable[str], load: str, out: str) -> str:
     """Return a hint for an error message: how to turn a column of chat messages into texts; "" if there is none.
 
     `load` is Python code that loads the dataset, and `out` is the file to write.
@@ -196,9 +196,9 @@ def of_chats(columns: Iterable[str], load: str, out: str) -> str:
     )
 
 
-def _of_chats_in(path: Path, columns: Iterable[str]) -> str:
+def _chat_hint_for_file(path: Path, columns: Iterable[str]) -> str:
     kind = "parquet" if _format(path) == ".parquet" else "json"
-    return of_chats(columns, f"Dataset.from_{kind}({str(path)!r})", _converted(path))
+    return chat_hint(columns, f"Dataset.from_{kind}({str(path)!r})", _converted(path))
 
 
 def _converted(path: Path) -> str:
@@ -243,10 +243,10 @@ def read_pieces(
         try:
             yield from read(path, column)
         except _NoColumnError as error:
-            hint = _of_chats_in(path, error.columns)
+            hint = _chat_hint_for_file(path, error.columns)
             raise LabError(f"{error}: choose the one with the text by {option} NAME{hint}") from None
         except _NoTextError as error:
-            raise LabError(f"{error}{_of_chats_in(path, error.columns)}") from None
+            raise LabError(f"{error}{_chat_hint_for_file(path, error.columns)}") from None
         except faults as error:
             if "requires too much memory" in str(error):
                 raise LabError(

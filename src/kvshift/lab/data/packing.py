@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
-from kvshift.lab.data.pieces import cut, parts_at_lines
+from kvshift.lab.data.pieces import can_cut_at_lines, cut_at_lines
 from kvshift.lab.data.sources import Documents, texts
 
 # Characters passed to the tokenizer in one batch, enough to occupy all its threads.
@@ -215,12 +215,12 @@ def _features(sequence_length: int, packing: str) -> datasets.Features:
 
 def _encoded(text: Iterable[str], encode: tokenizers.Tokenizer) -> Iterator[list[list[int]]]:
     """Yield the tokens of each document, in batches of one or more documents."""
-    may_cut = parts_at_lines(encode)
+    may_cut = can_cut_at_lines(encode)
     pieces: list[str] = []
     counts: list[int] = []  # number of pieces of each document
     characters = 0
     for document in text:
-        parts = cut(document) if may_cut else [document]
+        parts = cut_at_lines(document) if may_cut else [document]
         pieces += parts
         counts.append(len(parts))
         characters += len(document)

@@ -19,8 +19,8 @@ _OR_MORE = f"{{{_LONGEST_WORD + 1},}}"
 _LONG_WORD = re.compile(rf"[^\W\d_]{_OR_MORE}|\d{_OR_MORE}|(?:[^\w\s]|_){_OR_MORE}|\s{_OR_MORE}")
 
 
-def parts_at_lines(encode: tokenizers.Tokenizer) -> bool:
-    """Return True if a text has the same tokens when it is cut by `cut`.
+def can_cut_at_lines(encode: tokenizers.Tokenizer) -> bool:
+    """Return True if a text has the same tokens when it is cut by `cut_at_lines`.
 
     This holds for byte-level tokenizers (GPT-2, Llama 3, Qwen and those of `train_bpe`), whose words do not cross the
     end of a line, but not for tokenizers that put a space before a text.
@@ -33,7 +33,7 @@ def parts_at_lines(encode: tokenizers.Tokenizer) -> bool:
     return bool(byte_level) and not byte_level[0]["add_prefix_space"] and normalizer in (None, "NFC")
 
 
-def cut(document: str) -> list[str]:
+def cut_at_lines(document: str) -> list[str]:
     """Cut a long document at line ends that follow no white space and precede a letter or digit.
 
     If there is no such place within 2^20 characters, the cut is before a space between letters. If there is no such

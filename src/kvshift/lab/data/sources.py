@@ -14,7 +14,7 @@ import datasets
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
-from kvshift.lab.data.files import FileStamp, find_corpus, find_texts, of_chats, read_files, read_pieces
+from kvshift.lab.data.files import FileStamp, chat_hint, find_corpus, find_texts, read_files, read_pieces
 
 Documents = datasets.Dataset | datasets.IterableDataset
 
@@ -127,11 +127,11 @@ def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text
     if config.text_column not in columns:
         raise LabError(
             f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}: choose the one with the "
-            f"text by {column_option} NAME{of_chats(columns, load, 'text.jsonl')}"
+            f"text by {column_option} NAME{chat_hint(columns, load, 'text.jsonl')}"
         )
     kind = columns[config.text_column]
     if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view", "null"):
-        chats = of_chats([config.text_column], load, "text.jsonl")
+        chats = chat_hint([config.text_column], load, "text.jsonl")
         raise LabError(f"{where}: text_column {config.text_column!r} must hold text, got {kind}{chats}")
     documents = documents.select_columns([config.text_column])
     return documents if config.text_column == "text" else documents.rename_column(config.text_column, "text")
@@ -151,7 +151,7 @@ def _tail_held_out(documents: datasets.Dataset, fraction: float) -> tuple[datase
     held_out = int(count * fraction)
     if held_out:
         return documents.select(range(count - held_out)), documents.select(range(count - held_out, count))
-    number, character = _place(documents, 1 - fraction)
+    number, character = _split_position(documents, 1 - fraction)
     parts = (
         cached_dataset(
             _cut,
@@ -167,7 +167,7 @@ def _tail_held_out(documents: datasets.Dataset, fraction: float) -> tuple[datase
     return next(parts), next(parts)
 
 
-def _place(documents: datasets.Dataset, fraction: float) -> tuple[int, int]:
+def _split_position(documents: datasets.Dataset, fraction: float) -> tuple[int, int]:
     """Return the document index and character index after `fraction` of all characters.
 
     The position is moved to the start of the next line, if the document has one.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import tokenizers
 
-from kvshift.lab.data.pieces import cut, parts_at_lines
+from kvshift.lab.data.pieces import can_cut_at_lines, cut_at_lines
 
 # Characters passed to the tokenizer in one batch, enough to occupy all its threads; each takes about 170 bytes.
 _BATCH_CHARACTERS = 2**18
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
 def token_stream(pieces: Iterable[tuple[str, bool]], encode: tokenizers.Tokenizer) -> Iterator[Tokens]:
     """Yield the tokens of documents that are given in pieces; they equal the tokens of the whole documents.
 
-    If the tokenizer does not allow a text to be cut (see `parts_at_lines`), each document is tokenized as a whole.
+    If the tokenizer does not allow a text to be cut (see `can_cut_at_lines`), each document is tokenized as a whole.
 
     Args:
         pieces: see `read_pieces`.
@@ -40,7 +40,7 @@ def token_stream(pieces: Iterable[tuple[str, bool]], encode: tokenizers.Tokenize
     """
     waiting: list[tuple[str, bool]] = []
     characters = 0
-    for piece in _parts(pieces, may_cut=parts_at_lines(encode)):
+    for piece in _parts(pieces, may_cut=can_cut_at_lines(encode)):
         waiting.append(piece)
         characters += len(piece[0])
         if characters >= _BATCH_CHARACTERS:
@@ -55,7 +55,7 @@ def _parts(pieces: Iterable[tuple[str, bool]], *, may_cut: bool) -> Iterator[tup
         rest.append(text)
         if not (last or may_cut):
             continue
-        *parts, tail = cut("".join(rest)) if may_cut else ["".join(rest)]
+        *parts, tail = cut_at_lines("".join(rest)) if may_cut else ["".join(rest)]
         yield from ((part, False) for part in parts)
         if last:
             yield tail, True

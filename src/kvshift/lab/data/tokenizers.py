@@ -20,7 +20,7 @@ from kvshift.lab.core.messages import say
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
-from kvshift.lab.data.pieces import cut, without_long_words
+from kvshift.lab.data.pieces import cut_at_lines, without_long_words
 from kvshift.lab.data.sources import Documents, texts
 
 END_OF_TEXT = "<|endoftext|>"
@@ -48,7 +48,7 @@ def make_tokenizer(config: DataConfig, train: Documents, folder: Path) -> PreTra
     """
     origin = _origin(config)
     if not (folder / ORIGIN).exists():
-        tokenizer = _trained(train, config.vocab_size) if config.tokenizer is None else _named(config.tokenizer)
+        tokenizer = _cached_bpe(train, config.vocab_size) if config.tokenizer is None else _load_named(config.tokenizer)
         _save(tokenizer, origin, folder)
     found = _read_origin(folder)
     if found != origin:
@@ -99,7 +99,7 @@ def train_bpe(text: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    _interruptibly(lambda: backend.train_from_iterator(_words(_first(text, _BPE_CHARACTERS)), trainer))
+    _interruptibly(lambda: backend.train_from_iterator(_words(_first_characters(text, _BPE_CHARACTERS)), trainer))
     return _with_end_of_text(backend)
 
 
@@ -123,7 +123,7 @@ def _with_end_of_text(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _trained(documents: Documents, vocab_size: int) -> PreTrainedTokenizerFast:
+def _cached_bpe(documents: Documents, vocab_size: int) -> PreTrainedTokenizerFast:
     """Call `train_bpe` once for all runs on these documents, because it takes 15 seconds for 30 MB."""
     if not isinstance(documents, datasets.Dataset):
         return train_bpe(texts(documents), vocab_size)
@@ -137,7 +137,7 @@ def _bpe(documents: datasets.Dataset, vocab_size: int) -> Iterator[dict[str, str
     yield {"tokenizer": train_bpe(texts(documents), vocab_size).backend_tokenizer.to_str()}
 
 
-def _named(name: str) -> PreTrainedTokenizerFast:
+def _load_named(name: str) -> PreTrainedTokenizerFast:
     folder = Path(name).expanduser()
     if not folder.exists():
         if not is_hub_name(name):
@@ -187,7 +187,7 @@ def _read_origin(folder: Path) -> dict[str, Any]:
     return origin
 
 
-def _first(text: Iterator[str], characters: int) -> Iterator[str]:
+def _first_characters(text: Iterator[str], characters: int) -> Iterator[str]:
     for document in text:
         yield document[:characters]
         characters -= len(document)
@@ -200,7 +200,7 @@ def _words(text: Iterator[str]) -> Iterator[list[str]]:
     said = False
     for document in text:
         pieces: list[str] = []
-        for piece in cut(document):
+        for piece in cut_at_lines(document):
             parts, longest = without_long_words(piece)
             pieces += parts
             if longest and not said:

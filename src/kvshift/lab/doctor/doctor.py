@@ -20,7 +20,7 @@ from typing import Any
 
 import kvshift
 from kvshift.lab.analysis.tables import as_text
-from kvshift.lab.core.errors import LabError, SomethingWrongError
+from kvshift.lab.core.errors import CheckFailedError, LabError
 from kvshift.lab.doctor.doctor_config import DoctorConfig
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "vllm", "numpy")
@@ -33,7 +33,7 @@ def doctor(config: DoctorConfig) -> None:
 
     Raises:
         LabError: if the device does not exist.
-        SomethingWrongError: if a part of the report could not be made, or a result of the edge suite is wrong.
+        CheckFailedError: if a part of the report could not be made, or a result of the edge suite is wrong.
     """
     wrong: list[str] = []
     report: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def doctor(config: DoctorConfig) -> None:
     report["wrong"] = wrong
     print(json.dumps(report, indent=1) if config.json else _as_text("wrong", wrong or "nothing"))
     if wrong:
-        raise SomethingWrongError(f"faults found: {len(wrong)}; please report this output at {_address_of_issues()}")
+        raise CheckFailedError(f"faults found: {len(wrong)}; please report this output at {_issues_url()}")
 
 
 def _attempt(function: Callable[[], Any], name: str, wrong: list[str]) -> Any:
@@ -100,7 +100,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _address_of_issues() -> str:
+def _issues_url() -> str:
     try:
         urls = dict(url.split(", ", 1) for url in metadata("kvshift").get_all("Project-URL") or ())
         return urls["Issues"]

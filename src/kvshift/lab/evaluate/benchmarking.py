@@ -13,14 +13,14 @@ from kvshift.lab.core.messages import quiet, say
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, select
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.items import HUB, Questions, find_data, read_questions
-from kvshift.lab.evaluate.kept_answers import KeptAnswers, kept_in, version_of
+from kvshift.lab.evaluate.kept_answers import AnswerCache, open_answer_cache, weights_version
 from kvshift.lab.evaluate.task_scores import average, compare, compare_averages, scores
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.model_files import locate
 
 _say = partial(say, command="eval")
 
-Found = dict[str, list[dict[str, Any]]]  # benchmark name -> one result per question
+BenchmarkResults = dict[str, list[dict[str, Any]]]  # benchmark name -> one result per question
 
 
 def measure(config: EvalConfig) -> dict[str, Any]:
@@ -39,8 +39,10 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     for model in models:  # report a missing model before hours of work
         locate(model, quiet)
     questions = {source: read_questions(source, data) for source in {BENCHMARKS[name].source for name in names}}
-    with kept_in(config.output) as kept:
-        found, sources = zip(*(_ask(model, names, questions, config, kept) for model in models), strict=True)
+    with open_answer_cache(config.output) as cache:
+        found, sources = zip(
+            *(_evaluate_model(model, names, questions, config, cache) for model in models), strict=True
+        )
     results = [
         {"name": model, "source": source, "tasks": {name: scores(name, items) for name, items in theirs.items()}}
         for model, source, theirs in zip(models, sources, found, strict=True)
@@ -57,27 +59,31 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     }
 
 
-def _ask(
-    name: str, tasks: list[str], questions: dict[str, Questions], config: EvalConfig, kept: KeptAnswers
-) -> tuple[Found, str]:
-    from kvshift.lab.evaluate.harness import CachedModel, answering, ask  # imports lm-eval, which takes seconds
+def _evaluate_model(
+    name: str, tasks: list[str], questions: dict[str, Questions], config: EvalConfig, cache: AnswerCache
+) -> tuple[BenchmarkResults, str]:
+    from kvshift.lab.evaluate.harness import (  # imports lm-eval, which takes seconds
+        CachedModel,
+        evaluate_benchmark,
+        wrap_for_lm_eval,
+    )
 
     model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, say=_say)
-    asked = answering(model, tokenizer, batch_size=config.batch_size, window=config.window)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked.max_length
-    if asked.max_length > longest:
+    wrapped = wrap_for_lm_eval(model, tokenizer, batch_size=config.batch_size, window=config.window)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or wrapped.max_length
+    if wrapped.max_length > longest:
         raise LabError(f"window must be at most {longest}, the longest context of {name}, got {config.window}")
-    key = f"{version_of(source, model)} {asked.max_length} {model.dtype}"
-    answers = CachedModel(asked, kept, source=key, say=_say)
-    found: Found = {}
+    key = f"{weights_version(source, model)} {wrapped.max_length} {model.dtype}"
+    answers = CachedModel(wrapped, cache, source=key, say=_say)
+    found: BenchmarkResults = {}
     for task in tasks:
         _say(f"{name}: {task}")
-        found[task] = ask(answers, task, questions[BENCHMARKS[task].source], config.limit)
-        _say_what_was_cut(task, found[task], asked.max_length)
+        found[task] = evaluate_benchmark(answers, task, questions[BENCHMARKS[task].source], config.limit)
+        _report_truncated_prompts(task, found[task], wrapped.max_length)
     return found, source
 
 
-def _say_what_was_cut(task: str, found: list[dict[str, Any]], window: int) -> None:
+def _report_truncated_prompts(task: str, found: list[dict[str, Any]], window: int) -> None:
     few = sum(item["shots"] < BENCHMARKS[task].shots for item in found)
     cut = sum(not item["whole"] for item in found)
     if few:
@@ -97,7 +103,7 @@ def _chance(name: str, questions: dict[str, Questions], limit: int | None) -> fl
     return float(np.mean([1 / len(item.answers) for item in questions[benchmark.source].tests[:limit]]))
 
 
-def _difference(model: str, ours: Found, other: str, theirs: Found) -> dict[str, Any]:
+def _difference(model: str, ours: BenchmarkResults, other: str, theirs: BenchmarkResults) -> dict[str, Any]:
     right = [
         {name: np.array([item[BENCHMARKS[name].metric] for item in items]) for name, items in found.items()}
         for found in (ours, theirs)

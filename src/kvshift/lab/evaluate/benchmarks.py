@@ -34,7 +34,7 @@ _LETTERS = "ABCDEFGH"
 LONGEST_SOLUTION = 512
 
 
-class Asked(NamedTuple):
+class FormattedQuestion(NamedTuple):
     """A formatted question, without examples.
 
     Attributes:
@@ -56,7 +56,7 @@ class Benchmark:
         source: Name of the questions in `read_questions`.
         kind: How a model answers. choice: the answer of highest log-likelihood; beginning: the beginning that makes the
             end most likely; word: greedy decoding must produce the answer; solution: the answer in the last \\boxed{}.
-        ask: Formats a question.
+        format_question: Formats a question.
         shots: Number of examples before the question, of the same subject, in the order of the data.
         metric: The metric of lm-eval that is reported as the score.
         delimiter: Text between a question and its answer.
@@ -65,32 +65,32 @@ class Benchmark:
 
     source: str
     kind: Literal["choice", "beginning", "word", "solution"]
-    ask: Callable[[Item], Asked]
+    format_question: Callable[[Item], FormattedQuestion]
     shots: int = 0
     metric: str = "acc"
     delimiter: str = " "
     header: Callable[[str], str] = lambda subject: ""
 
 
-def _plain(item: Item) -> Asked:
-    return Asked(item.question, item.answers, item.gold)
+def _plain(item: Item) -> FormattedQuestion:
+    return FormattedQuestion(item.question, item.answers, item.gold)
 
 
-def _letters(item: Item, begin: str = "", end: str = "\nAnswer:") -> Asked:
+def _letters(item: Item, begin: str = "", end: str = "\nAnswer:") -> FormattedQuestion:
     letters = _LETTERS[: len(item.answers)]
     lines = (f"\n{letter}. {answer}" for letter, answer in zip(letters, item.answers, strict=True))
-    return Asked(begin + item.question + "".join(lines) + end, tuple(letters), item.gold)
+    return FormattedQuestion(begin + item.question + "".join(lines) + end, tuple(letters), item.gold)
 
 
-def _question_letters(item: Item) -> Asked:
+def _question_letters(item: Item) -> FormattedQuestion:
     return _letters(item, "Question: ")
 
 
-def _chinese_letters(item: Item) -> Asked:
+def _chinese_letters(item: Item) -> FormattedQuestion:
     return _letters(item, "题目：", "\n答案是：")
 
 
-def _gap_letters(item: Item) -> Asked:
+def _gap_letters(item: Item) -> FormattedQuestion:
     """Format the sentence with a gap, and as choices the words in which the two beginnings differ."""
     one, other = (answer.split(" ") for answer in item.answers)
     same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)) - 1)
@@ -98,23 +98,23 @@ def _gap_letters(item: Item) -> Asked:
     return _letters(Item(" ".join([*one[:same], "_", item.question]), fills, item.gold))
 
 
-def _text(item: Item) -> Asked:
-    return Asked(f"{item.question}\nAnswer:", item.answers, item.gold)
+def _text(item: Item) -> FormattedQuestion:
+    return FormattedQuestion(f"{item.question}\nAnswer:", item.answers, item.gold)
 
 
-def _question_text(item: Item) -> Asked:
-    return Asked(f"Question: {item.question}\nAnswer:", item.answers, item.gold)
+def _question_text(item: Item) -> FormattedQuestion:
+    return FormattedQuestion(f"Question: {item.question}\nAnswer:", item.answers, item.gold)
 
 
-def _problem(item: Item) -> Asked:
-    return Asked(f"Problem:\n{item.question}\n\nSolution:", item.answers, item.gold)
+def _problem(item: Item) -> FormattedQuestion:
+    return FormattedQuestion(f"Problem:\n{item.question}\n\nSolution:", item.answers, item.gold)
 
 
-def _about(subject: str) -> str:
+def _header(subject: str) -> str:
     return f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
 
 
-def _about_in_chinese(subject: str) -> str:
+def _chinese_header(subject: str) -> str:
     return f"以下是关于{_chinese_name(subject)}的单项选择题，请直接给出正确答案的选项。\n\n"
 
 
@@ -128,24 +128,26 @@ def _chinese_name(subject: str) -> str:
     return task["description"].split("以下是关于")[1].split("的单项选择题")[0]
 
 
-_MMLU = Benchmark(source="mmlu", kind="choice", ask=_letters, header=_about)
-_CMMLU = Benchmark(source="cmmlu", kind="choice", ask=_chinese_letters, delimiter="", header=_about_in_chinese)
+_MMLU = Benchmark(source="mmlu", kind="choice", format_question=_letters, header=_header)
+_CMMLU = Benchmark(
+    source="cmmlu", kind="choice", format_question=_chinese_letters, delimiter="", header=_chinese_header
+)
 
 BENCHMARKS = {
-    "lambada": Benchmark(source="lambada", kind="word", ask=_plain),
-    "winogrande": Benchmark(source="winogrande", kind="beginning", ask=_plain),
-    "winogrande_letters": Benchmark(source="winogrande", kind="choice", ask=_gap_letters),
-    "hellaswag": Benchmark(source="hellaswag", kind="choice", ask=_plain),
-    "arc_easy": Benchmark(source="arc_easy", kind="choice", ask=_question_letters, shots=5),
-    "arc_easy_text": Benchmark(source="arc_easy", kind="choice", ask=_question_text),
-    "arc_challenge": Benchmark(source="arc_challenge", kind="choice", ask=_question_letters, shots=5),
-    "arc_challenge_text": Benchmark(source="arc_challenge", kind="choice", ask=_question_text),
+    "lambada": Benchmark(source="lambada", kind="word", format_question=_plain),
+    "winogrande": Benchmark(source="winogrande", kind="beginning", format_question=_plain),
+    "winogrande_letters": Benchmark(source="winogrande", kind="choice", format_question=_gap_letters),
+    "hellaswag": Benchmark(source="hellaswag", kind="choice", format_question=_plain),
+    "arc_easy": Benchmark(source="arc_easy", kind="choice", format_question=_question_letters, shots=5),
+    "arc_easy_text": Benchmark(source="arc_easy", kind="choice", format_question=_question_text),
+    "arc_challenge": Benchmark(source="arc_challenge", kind="choice", format_question=_question_letters, shots=5),
+    "arc_challenge_text": Benchmark(source="arc_challenge", kind="choice", format_question=_question_text),
     "cmmlu": Benchmark(**{**vars(_CMMLU), "shots": 5}),
     "cmmlu_zero": _CMMLU,
     "mmlu": Benchmark(**{**vars(_MMLU), "shots": 5}),
     "mmlu_zero": _MMLU,
-    "mmlu_cloze": Benchmark(source="mmlu", kind="choice", ask=_text, metric="acc_norm"),
-    "math": Benchmark(source="math", kind="solution", ask=_problem, shots=4, metric="exact_match"),
+    "mmlu_cloze": Benchmark(source="mmlu", kind="choice", format_question=_text, metric="acc_norm"),
+    "math": Benchmark(source="math", kind="solution", format_question=_problem, shots=4, metric="exact_match"),
 }
 PAPER = ("lambada", "winogrande", "hellaswag", "arc_easy", "arc_challenge", "cmmlu", "mmlu", "math")
 """The benchmarks of Table 2 of the paper; its average is their unweighted mean."""
@@ -185,29 +187,29 @@ def prompts(
     for item in questions.examples or questions.tests:
         pools.setdefault(item.subject, []).append(item)
     for item in questions.tests[:limit]:
-        asked = benchmark.ask(item)
+        formatted = benchmark.format_question(item)
         others = (other for other in pools.get(item.subject, ()) if other != item)
-        examples = [_solved(benchmark, other) for other in islice(others, benchmark.shots)]
-        prompt, whole = asked.prompt, True
+        examples = [_format_example(benchmark, other) for other in islice(others, benchmark.shots)]
+        prompt, whole = formatted.prompt, True
         if benchmark.kind != "beginning":
-            head, longest = benchmark.header(item.subject), max(asked.answers, key=len)
+            head, longest = benchmark.header(item.subject), max(formatted.answers, key=len)
             answer = "" if benchmark.kind == "solution" else benchmark.delimiter + longest
-            while not (whole := fits(head + "".join(examples) + asked.prompt, answer)) and examples:
+            while not (whole := fits(head + "".join(examples) + formatted.prompt, answer)) and examples:
                 del examples[0]
-            prompt = head + "".join(examples) + asked.prompt
+            prompt = head + "".join(examples) + formatted.prompt
         yield {
             "prompt": prompt,
-            "answers": list(asked.answers),
-            "gold": asked.gold,
+            "answers": list(formatted.answers),
+            "gold": formatted.gold,
             "subject": item.subject,
             "shots": len(examples),
             "whole": whole,
         }
 
 
-def _solved(benchmark: Benchmark, item: Item) -> str:
-    asked = benchmark.ask(item)
-    return f"{asked.prompt}{benchmark.delimiter}{asked.answers[asked.gold]}\n\n"
+def _format_example(benchmark: Benchmark, item: Item) -> str:
+    formatted = benchmark.format_question(item)
+    return f"{formatted.prompt}{benchmark.delimiter}{formatted.answers[formatted.gold]}\n\n"
 
 
 def make_task(name: str, records: list[dict[str, Any]], *, longest_solution: int = LONGEST_SOLUTION) -> Any:
@@ -221,7 +223,7 @@ def make_task(name: str, records: list[dict[str, Any]], *, longest_solution: int
     from lm_eval.api.task import ConfigurableTask
 
     benchmark = BENCHMARKS[name]
-    how: dict[str, Any] = {
+    scoring: dict[str, Any] = {
         "choice": {
             "output_type": "multiple_choice",
             "doc_to_text": "prompt",
@@ -258,7 +260,7 @@ def make_task(name: str, records: list[dict[str, Any]], *, longest_solution: int
             "test_split": "test",
             "target_delimiter": benchmark.delimiter,
             "num_fewshot": 0,  # the prompts already contain their examples
-            **how,
+            **scoring,
         }
     )
 
@@ -267,11 +269,11 @@ def _mean(metric: str) -> dict[str, Any]:
     return {"metric": metric, "aggregation": "mean", "higher_is_better": True}
 
 
-def _judge(record: dict[str, Any], written: list[str]) -> dict[str, float]:
+def _judge(record: dict[str, Any], responses: list[str]) -> dict[str, float]:
     """Score 1 if the content of the last \\boxed{} equals the answer after lm-eval's normalization, otherwise 0."""
     from lm_eval.tasks.hendrycks_math.utils import is_equiv, last_boxed_only_string, remove_boxed
 
-    boxed = last_boxed_only_string(written[0])
+    boxed = last_boxed_only_string(responses[0])
     try:
         found = None if boxed is None else remove_boxed(boxed)
     except AssertionError:  # "\\fbox{", or an unclosed brace

@@ -19,11 +19,11 @@ from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.core.statistics import mean_of
 from kvshift.lab.data.token_stream import token_stream
 from kvshift.lab.evaluate.eval_config import EvalConfig
-from kvshift.lab.evaluate.kept_answers import KeptAnswers, kept_in, key_of, version_of
+from kvshift.lab.evaluate.kept_answers import AnswerCache, answer_key, open_answer_cache, weights_version
 from kvshift.lab.evaluate.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
 from kvshift.lab.evaluate.text_scores import Model, pieces, prepare, with_interval
 from kvshift.lab.runs.loading import load_model
-from kvshift.lab.runs.progress import counted
+from kvshift.lab.runs.progress import with_progress
 from kvshift.lab.variants.continuing import continue_rows
 
 _say = partial(say, command="eval")
@@ -38,7 +38,7 @@ class _Decoding(NamedTuple):
     """A decoding strategy: its name and the options of `GenerationConfig` that select it."""
 
     name: str
-    how: dict[str, Any]
+    options: dict[str, Any]
 
 
 def measure(config: EvalConfig) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     before = [] if models[0].begin is None else [models[0].begin]
     prompts = [before + part[: config.prompt_tokens] for part in parts]
     decodings = _decodings(config)
-    with kept_in(config.output) as kept:
-        written = [_continue(model, prompts, decodings, config, kept) for model in models]
+    with open_answer_cache(config.output) as cache:
+        written = [_continue(model, prompts, decodings, config, cache) for model in models]
     return {
         "text": {"names": list(config.texts), "prompts": len(prompts)},
         "itself": _measures([part[config.prompt_tokens :] for part in parts]),
@@ -137,23 +137,23 @@ def _decodings(config: EvalConfig) -> list[_Decoding]:
 
 
 def _continue(
-    model: Model, prompts: list[list[int]], decodings: list[_Decoding], config: EvalConfig, kept: KeptAnswers
+    model: Model, prompts: list[list[int]], decodings: list[_Decoding], config: EvalConfig, cache: AnswerCache
 ) -> dict[str, Texts]:
     loaded, tokenizer, source = load_model(model.folder, dtype=config.dtype, device=config.device, say=_say)
     ends = loaded.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
     stop = {} if ends == [None] else {"eos_token_id": ends, "pad_token_id": ends[0]}
-    version = f"{version_of(source, loaded)} {loaded.dtype}"
+    version = f"{weights_version(source, loaded)} {loaded.dtype}"
     written: dict[str, Texts] = {name: [] for name, _ in decodings}
     starts = [(decoding, start) for decoding in decodings for start in range(0, len(prompts), config.batch_size)]
-    for (name, how), start in counted(starts, model.name, "batches", shown=True):
+    for (name, options), start in with_progress(starts, model.name, "batches", shown=True):
         batch, seed = prompts[start : start + config.batch_size], seed_for(f"repetition {name} {start}", config.seed)
-        told = {**how, "max_new_tokens": config.max_new_tokens, "pad_token_id": 0, **stop}
-        key = key_of(version, batch, told, seed)
-        if key not in kept:
-            made = continue_rows(loaded, list(map(torch.tensor, batch)), GenerationConfig(**told), seed=seed)
-            kept.add(key, [list(takewhile(lambda token: token not in ends, row)) for row in made.tolist()])
-        written[name] += kept[key]
+        settings = {**options, "max_new_tokens": config.max_new_tokens, "pad_token_id": 0, **stop}
+        key = answer_key(version, batch, settings, seed)
+        if key not in cache:
+            tokens = continue_rows(loaded, list(map(torch.tensor, batch)), GenerationConfig(**settings), seed=seed)
+            cache.add(key, [list(takewhile(lambda token: token not in ends, row)) for row in tokens.tolist()])
+        written[name] += cache[key]
     return written
 
 

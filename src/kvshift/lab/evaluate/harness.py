@@ -11,8 +11,8 @@ from kvshift.lab.core.errors import LabError, install_command
 from kvshift.lab.core.messages import quiet
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, LONGEST_SOLUTION, make_task, prompts
 from kvshift.lab.evaluate.items import Questions
-from kvshift.lab.evaluate.kept_answers import KeptAnswers, key_of
-from kvshift.lab.runs.progress import Counter
+from kvshift.lab.evaluate.kept_answers import AnswerCache, answer_key
+from kvshift.lab.runs.progress import ProgressReporter
 from kvshift.lab.variants.uncached import decodes_with_cache
 
 try:
@@ -27,7 +27,7 @@ _HFLM: Any = huggingface.HFLM  # its decorator hides its type
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every model that it did not load itself
 
 
-class AnsweringModel(_HFLM):
+class LMEvalModel(_HFLM):
     """lm-eval's model for transformers, which generates without a cache for variants that do not support one."""
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
@@ -42,13 +42,13 @@ class AnsweringModel(_HFLM):
         )
 
 
-def answering(model: Any, tokenizer: Any, *, batch_size: int, window: int | None = None) -> AnsweringModel:
+def wrap_for_lm_eval(model: Any, tokenizer: Any, *, batch_size: int, window: int | None = None) -> LMEvalModel:
     """Wrap a loaded model for lm-eval, as `lm_eval --model hf` with softmax_dtype=float32 does.
 
     Args:
         window: Maximum number of tokens that the model sees. None: its context length.
     """
-    return AnsweringModel(
+    return LMEvalModel(
         pretrained=model,
         tokenizer=tokenizer,
         batch_size=batch_size,
@@ -70,7 +70,7 @@ class CachedModel:
     def __init__(
         self,
         model: Any,
-        kept: KeptAnswers | None = None,
+        cache: AnswerCache | None = None,
         *,
         source: str = "",
         say: Callable[[str], object] = quiet,
@@ -79,36 +79,36 @@ class CachedModel:
 
         Args:
             model: A model of lm-eval.
-            kept: Answers from before, to which new ones are added. None: keep the answers in memory only.
+            cache: Answers from before, to which new ones are added. None: keep the answers in memory only.
             source: Identifies the model, so that its answers are not mixed up with those of another model.
             say: Called with the number of answers every few seconds.
         """
         self.model, self._source, self._say = model, source, say
-        self._kept = KeptAnswers() if kept is None else kept
-        self._counter: Counter | None = None
+        self._cache = AnswerCache() if cache is None else cache
+        self._counter: ProgressReporter | None = None
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """See `lm_eval.api.model.LM`."""
-        return [tuple(answer) for answer in self._ask("loglikelihood", requests)]
+        return [tuple(answer) for answer in self._answer_requests("loglikelihood", requests)]
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         """See `lm_eval.api.model.LM`."""
-        return self._ask("generate_until", requests)
+        return self._answer_requests("generate_until", requests)
 
     def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
         """Save an answer; lm-eval's models call this hook for each answer as soon as they have it."""
         key = self._key(kind, arguments)
-        if key in self._kept:
+        if key in self._cache:
             return
-        self._kept.add(key, answer)
+        self._cache.add(key, answer)
         if self._counter is not None:
             self._counter.update()
 
-    def _ask(self, kind: str, requests: list[Any]) -> list[Any]:
+    def _answer_requests(self, kind: str, requests: list[Any]) -> list[Any]:
         keys = [self._key(kind, request.args) for request in requests]
-        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._kept}
+        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._cache}
         if missing:
-            self._counter = Counter(kind, len(missing), "answers", say=self._say)
+            self._counter = ProgressReporter(kind, len(missing), "answers", say=self._say)
             self.model.set_cache_hook(self)
             try:
                 given = getattr(self.model, kind)(list(missing.values()), disable_tqdm=True)
@@ -117,13 +117,15 @@ class CachedModel:
             finally:
                 self._counter.close()
                 self._counter = None
-        return [self._kept[key] for key in keys]
+        return [self._cache[key] for key in keys]
 
     def _key(self, kind: str, arguments: Any) -> str:
-        return key_of(self._source, kind, *arguments)
+        return answer_key(self._source, kind, *arguments)
 
 
-def ask(answers: CachedModel, name: str, questions: Questions, limit: int | None = None) -> list[dict[str, Any]]:
+def evaluate_benchmark(
+    answers: CachedModel, name: str, questions: Questions, limit: int | None = None
+) -> list[dict[str, Any]]:
     """Return lm-eval's metrics and the facts of the prompt for each question of a benchmark, in order."""
     benchmark, model = BENCHMARKS[name], answers.model
     longest = min(LONGEST_SOLUTION, model.max_length // 2)
@@ -140,10 +142,10 @@ def ask(answers: CachedModel, name: str, questions: Questions, limit: int | None
     records = list(task.eval_docs)
     requests = []
     for record in records:
-        made = task.construct_requests(record, task.fewshot_context(record, 0))
-        requests.append(made if isinstance(made, list) else [made])
-    asked = [request for group in requests for request in group]
-    given = iter(getattr(answers, asked[0].request_type)(asked))
+        constructed = task.construct_requests(record, task.fewshot_context(record, 0))
+        requests.append(constructed if isinstance(constructed, list) else [constructed])
+    flat_requests = [request for group in requests for request in group]
+    given = iter(getattr(answers, flat_requests[0].request_type)(flat_requests))
     facts = ("subject", "shots", "whole")
     return [
         task.process_results(record, list(islice(given, len(group)))) | {fact: record[fact] for fact in facts}

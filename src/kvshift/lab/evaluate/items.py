@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.data.config import SHARED
+from kvshift.lab.data.config import SHARED_DATA_ENV
 
 HUB = "hub"
 
@@ -62,7 +62,7 @@ def find_data(data: str | None) -> str:
     Raises:
         LabError: The folder does not exist.
     """
-    where = data or os.environ.get(SHARED) or HUB
+    where = data or os.environ.get(SHARED_DATA_ENV) or HUB
     if where != HUB and not Path(where).is_dir():
         raise LabError(f"data must be a folder or {HUB}; there is no folder {where}")
     return where
@@ -95,7 +95,7 @@ def _lambada(folder: Path, part: str) -> Iterator[Item]:
         yield Item(row["context"], (row["continuation"],))
 
 
-def _lambada_of_hub(part: str) -> Iterator[Item]:
+def _lambada_from_hub(part: str) -> Iterator[Item]:
     for row in _load("EleutherAI/lambada_openai", "default", part):
         context, _, word = row["text"].rpartition(" ")
         yield Item(context, (word,))
@@ -106,7 +106,7 @@ def _winogrande(folder: Path, part: str) -> Iterator[Item]:
         yield Item(row["continuation"], tuple(row["context_options"]), row["gold"])
 
 
-def _winogrande_of_hub(part: str) -> Iterator[Item]:
+def _winogrande_from_hub(part: str) -> Iterator[Item]:
     for row in _load("allenai/winogrande", "winogrande_xl", part, test="validation"):
         begin, _, end = row["sentence"].partition("_")
         yield Item(end.strip(), (begin + row["option1"], begin + row["option2"]), int(row["answer"]) - 1)
@@ -124,7 +124,7 @@ def _hellaswag(folder: Path, part: str) -> Iterator[Item]:
         yield Item(question, tuple(endings), int(label))
 
 
-def _hellaswag_of_hub(part: str) -> Iterator[Item]:
+def _hellaswag_from_hub(part: str) -> Iterator[Item]:
     for row in _load("Rowan/hellaswag", None, part, test="validation"):
         question, *endings = (
             re.sub(" +", " ", re.sub(r"\[.*?\]", "", text.replace(" [title]", ". "))).strip()
@@ -139,7 +139,7 @@ def _arc(name: str, folder: Path, part: str) -> Iterator[Item]:
         yield Item(row["query"].removeprefix("Question: "), answers, answers.index(row["choices"][row["gold"]]))
 
 
-def _arc_of_hub(name: str, part: str) -> Iterator[Item]:
+def _arc_from_hub(name: str, part: str) -> Iterator[Item]:
     for row in _load("allenai/ai2_arc", name, part, examples="train"):
         choices = row["choices"]
         yield Item(row["question"], tuple(choices["text"]), choices["label"].index(row["answerKey"]))
@@ -153,7 +153,7 @@ def _mmlu(folder: Path, part: str) -> Iterator[Item]:
             yield Item(row["question"], answers, int(row["answer"]), path.stem.removesuffix(ending))
 
 
-def _mmlu_of_hub(part: str) -> Iterator[Item]:
+def _mmlu_from_hub(part: str) -> Iterator[Item]:
     for row in _load("cais/mmlu", "all", part, examples="dev"):
         yield Item(row["question"], tuple(row["choices"]), row["answer"], row["subject"])
 
@@ -163,7 +163,7 @@ def _cmmlu(folder: Path, part: str) -> Iterator[Item]:
         yield from (_chinese(row, path.stem) for row in _table(path))
 
 
-def _cmmlu_of_hub(part: str) -> Iterator[Item]:
+def _cmmlu_from_hub(part: str) -> Iterator[Item]:
     from datasets import get_dataset_config_names
 
     for subject in get_dataset_config_names("haonan-li/cmmlu"):
@@ -179,7 +179,7 @@ def _math(folder: Path, part: str) -> Iterator[Item]:
         yield Item(row["context"], (row["chain_of_thought"], row["answer"]), 0, row["category"])
 
 
-def _math_of_hub(part: str) -> Iterator[Item]:
+def _math_from_hub(part: str) -> Iterator[Item]:
     from datasets import get_dataset_config_names
     from lm_eval.tasks.hendrycks_math.utils import last_boxed_only_string, remove_boxed
 
@@ -216,12 +216,12 @@ def _load(name: str, configuration: str | None, part: str, **splits: str) -> Ite
 
 
 _SOURCES: dict[str, tuple[Callable[[Path, str], Iterable[Item]], Callable[[str], Iterable[Item]]]] = {
-    "lambada": (_lambada, _lambada_of_hub),
-    "winogrande": (_winogrande, _winogrande_of_hub),
-    "hellaswag": (_hellaswag, _hellaswag_of_hub),
-    "arc_easy": (partial(_arc, "easy"), partial(_arc_of_hub, "ARC-Easy")),
-    "arc_challenge": (partial(_arc, "challenge"), partial(_arc_of_hub, "ARC-Challenge")),
-    "mmlu": (_mmlu, _mmlu_of_hub),
-    "cmmlu": (_cmmlu, _cmmlu_of_hub),
-    "math": (_math, _math_of_hub),
+    "lambada": (_lambada, _lambada_from_hub),
+    "winogrande": (_winogrande, _winogrande_from_hub),
+    "hellaswag": (_hellaswag, _hellaswag_from_hub),
+    "arc_easy": (partial(_arc, "easy"), partial(_arc_from_hub, "ARC-Easy")),
+    "arc_challenge": (partial(_arc, "challenge"), partial(_arc_from_hub, "ARC-Challenge")),
+    "mmlu": (_mmlu, _mmlu_from_hub),
+    "cmmlu": (_cmmlu, _cmmlu_from_hub),
+    "math": (_math, _math_from_hub),
 }

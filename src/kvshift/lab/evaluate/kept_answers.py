@@ -13,7 +13,7 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import JSONLines, open_locked
 
 
-class KeptAnswers(dict[str, Any]):
+class AnswerCache(dict[str, Any]):
     """A dict of answers by key that writes each answer to its file as soon as it is added."""
 
     def __init__(self, file: JSONLines | None = None) -> None:
@@ -33,7 +33,7 @@ class KeptAnswers(dict[str, Any]):
                 self[record["key"]] = record["answer"]
             except (ValueError, KeyError, TypeError) as error:
                 raise LabError(f"output: {file.path}:{number} was not written by this command") from error
-        file.keep(lines)
+        file.truncate_to(lines)
 
     def add(self, key: str, answer: Any) -> None:
         if self._file is not None:
@@ -42,24 +42,24 @@ class KeptAnswers(dict[str, Any]):
 
 
 @contextmanager
-def kept_in(output: Path | None) -> Iterator[KeptAnswers]:
+def open_answer_cache(output: Path | None) -> Iterator[AnswerCache]:
     """Open NAME.answers.jsonl beside the report, locked for this process; without a report, keep answers in memory."""
     if output is None:
-        yield KeptAnswers()
+        yield AnswerCache()
         return
     path = output.with_name(f"{output.stem}.answers.jsonl")
     failure = "output: writing to {path} failed: {error}; its {count} lines are complete"
     # Answers may arrive faster than a disk can sync. A log-likelihood may be minus infinity.
     with open_locked(path, "output", sync_seconds=1, failure=failure, ensure_ascii=True, allow_nan=True) as file:
-        yield KeptAnswers(file)
+        yield AnswerCache(file)
 
 
-def key_of(*asked: Any) -> str:
+def answer_key(*parts: Any) -> str:
     """Hash everything that an answer depends on, including the model and its version."""
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def version_of(source: str, model: Any) -> str:
+def weights_version(source: str, model: Any) -> str:
     """Identify a model's weights: by sizes and modification times of its files, or by its commit on the hub."""
     folder = Path(source)
     if not folder.is_dir():

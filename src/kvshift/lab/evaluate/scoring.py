@@ -54,7 +54,7 @@ class Window(NamedTuple):
     blocks: np.ndarray
 
 
-class Scored(NamedTuple):
+class ScoredTokens(NamedTuple):
     """Scored tokens: losses in nats, sizes in bytes and block numbers; each (s,)."""
 
     losses: np.ndarray
@@ -111,7 +111,7 @@ def windows(parts: Iterable[Part], *, length: int, stride: int) -> Iterator[Wind
         yield Window(ids, sizes[seen:], blocks[seen:])
 
 
-def score(model: Any, wanted: Iterable[Window], batch_size: int) -> Iterator[Scored]:
+def score(model: Any, wanted: Iterable[Window], batch_size: int) -> Iterator[ScoredTokens]:
     """Yield the losses of the scored tokens batch by batch, not in the order of the text.
 
     Windows of similar length share a batch. Padding is on the right, where a causal model's scores do not depend on it.
@@ -124,7 +124,7 @@ def score(model: Any, wanted: Iterable[Window], batch_size: int) -> Iterator[Sco
 
 
 @torch.inference_mode()
-def _score_batch(model: Any, batch: list[Window]) -> Scored:
+def _score_batch(model: Any, batch: list[Window]) -> ScoredTokens:
     lengths = [len(window.ids) for window in batch]
     ids_BT = torch.zeros(len(batch), max(lengths), dtype=torch.long)
     mask_BT = torch.zeros_like(ids_BT)
@@ -139,7 +139,7 @@ def _score_batch(model: Any, batch: list[Window]) -> Scored:
         first, end = lengths[row] - len(window.sizes), lengths[row]
         logits_SV = logits_BTV[row, first - 1 : end - 1].float()
         losses.append(F.cross_entropy(logits_SV, ids_BT[row, first:end], reduction="none"))
-    return Scored(
+    return ScoredTokens(
         torch.cat(losses).double().cpu().numpy(),
         np.concatenate([window.sizes for window in batch]),
         np.concatenate([window.blocks for window in batch]),
@@ -151,17 +151,17 @@ class BlockSums:
 
     Attributes:
         sums: (3, blocks) Sums of losses in nats, number of tokens, and number of bytes.
-        together: Number of neighbouring blocks that share one column, a power of two.
+        blocks_per_column: Number of neighbouring blocks that share one column, a power of two.
     """
 
     def __init__(self) -> None:
         self.sums = np.zeros((3, _MOST_BLOCKS))
-        self.together = 1
+        self.blocks_per_column = 1
 
-    def add(self, scored: Scored) -> None:
-        while int(scored.blocks.max()) // self.together >= _MOST_BLOCKS:
+    def add(self, scored: ScoredTokens) -> None:
+        while int(scored.blocks.max()) // self.blocks_per_column >= _MOST_BLOCKS:
             self.merge()
-        columns = scored.blocks // self.together
+        columns = scored.blocks // self.blocks_per_column
         for row, values in zip(self.sums, (scored.losses, np.ones_like(scored.losses), scored.sizes), strict=True):
             row += np.bincount(columns, weights=values, minlength=_MOST_BLOCKS)
 
@@ -169,4 +169,4 @@ class BlockSums:
         """Add up neighbouring pairs of columns, which frees half of them."""
         pairs = self.sums.reshape(3, -1, 2).sum(axis=2)
         self.sums = np.concatenate([pairs, np.zeros_like(pairs)], axis=1)
-        self.together *= 2
+        self.blocks_per_column *= 2

@@ -20,8 +20,8 @@ def scores(name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Args:
         name: Name of the benchmark.
-        found: The result of `ask`: for each question the metrics of lm-eval, 0 or 1, and facts of its prompt. LAMBADA
-            also has the log-likelihood of the last word, which lm-eval calls perplexity.
+        found: The result of `evaluate_benchmark`: for each question the metrics of lm-eval, 0 or 1, and facts of its
+            prompt. LAMBADA also has the log-likelihood of the last word, which lm-eval calls perplexity.
 
     Returns:
         "metric", the reported metric, with its mean "score" and "stderr" over "items"; the means of the other metrics

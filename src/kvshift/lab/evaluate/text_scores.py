@@ -23,7 +23,7 @@ from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.scoring import BLOCK_BYTES, BlockSums, score, sequences, windows
 from kvshift.lab.runs.loading import check_tokenizer, load_config, load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate
-from kvshift.lab.runs.progress import Counter
+from kvshift.lab.runs.progress import ProgressReporter
 
 _say = partial(say, command="eval")
 
@@ -63,10 +63,10 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     results = []
     for number, model in enumerate(models):
         label = model.name if len(models) == 1 else f"{model.name} ({number + 1} of {len(models)})"
-        results.append(_score(model, config, length, stride, Counter(label, text["bytes"], "bytes", say=_say)))
-    together = max(result.together for result in results)
+        results.append(_score(model, config, length, stride, ProgressReporter(label, text["bytes"], "bytes", say=_say)))
+    together = max(result.blocks_per_column for result in results)
     for result in results:
-        while result.together < together:
+        while result.blocks_per_column < together:
             result.merge()
     tokenizer = [(model.encode.to_str(), model.begin, model.separator) for model in models]
     return {
@@ -143,7 +143,7 @@ def _measure(config: EvalConfig) -> dict[str, int | None]:
     return {"documents": documents, "bytes": size}
 
 
-def _score(model: Model, config: EvalConfig, length: int, stride: int, progress: Counter) -> BlockSums:
+def _score(model: Model, config: EvalConfig, length: int, stride: int, progress: ProgressReporter) -> BlockSums:
     loaded = load_weights(model.folder, dtype=config.dtype, device=config.device)
     check_tokenizer(model.tokenizer, loaded.get_input_embeddings().num_embeddings)
     parts = sequences(token_stream(pieces(config), model.encode), begin=model.begin, separator=model.separator)
@@ -198,8 +198,11 @@ def _numbers(model: Model, result: BlockSums) -> dict[str, Any]:
 
 def _difference(ours: Model, our: BlockSums, theirs: Model, their: BlockSums, *, same_tokens: bool) -> dict[str, Any]:
     """Return the first model minus the other, paired by block; losses per token only if the tokens are the same."""
-    counted = (our.sums[1] > 0) | (their.sums[1] > 0)
-    (our_losses, our_tokens, our_sizes), (losses, tokens, sizes) = our.sums[:, counted], their.sums[:, counted]
+    with_progress = (our.sums[1] > 0) | (their.sums[1] > 0)
+    (our_losses, our_tokens, our_sizes), (losses, tokens, sizes) = (
+        our.sums[:, with_progress],
+        their.sums[:, with_progress],
+    )
     found: dict[str, Any] = {"name": ours.name, "minus": theirs.name, "loss": None, "bits_per_byte": None}
     if same_tokens:
         found["loss"] = _paired(_block_values(our_losses, our_tokens) - _block_values(losses, tokens))

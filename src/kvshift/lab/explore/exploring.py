@@ -27,11 +27,11 @@ from kvshift.lab.core.messages import say
 from kvshift.lab.explore.explore_config import ExploreConfig
 from kvshift.lab.explore.page_server import serve_page
 from kvshift.lab.explore.page_tokenizer import tokenizer_json
-from kvshift.lab.explore.watched_program import WatchedModel, check_watched, write_watched
+from kvshift.lab.explore.watched_program import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift.lab.explore.web_runtime import copy_runtime, runtime_folder
 from kvshift.lab.export.programs import require_packages
-from kvshift.lab.retrofit.retrofitting import encoded_prompts
-from kvshift.lab.runs.loading import UNREADABLE, check_tokenizer, load_tokenizer, load_weights
+from kvshift.lab.retrofit.retrofitting import encode_prompts
+from kvshift.lab.runs.loading import MODEL_FILE_ERRORS, check_tokenizer, load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate
 from kvshift.lab.training.callbacks import coefficients
 from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, sequences_for
@@ -152,13 +152,13 @@ def _require_memory(models: list[Any]) -> None:
 
 
 def _write_program(name: str, model: Any, tokenizer: Any, path: Path) -> None:
-    prompts = [ids[0] for ids in encoded_prompts(tokenizer, name).values()]
-    watched = WatchedModel(model)
+    prompts = [ids[0] for ids in encode_prompts(tokenizer, name).values()]
+    watched = ExplorerModel(model)
     try:
-        write_watched(watched, path)
-    except UNREADABLE as error:
+        write_explorer_program(watched, path)
+    except MODEL_FILE_ERRORS as error:
         raise RunFailedError(f"model: the program of {name} cannot be written: {error}") from error
-    largest = check_watched(watched, path, [ids[:MOST_TOKENS] for ids in prompts])
+    largest = check_explorer_program(watched, path, [ids[:MOST_TOKENS] for ids in prompts])
     _say(f"on {len(prompts)} prompts, logits and attention of the exported {name} differ by at most {largest:.1e}")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from kvshift.lab.core.errors import RunFailedError
-from kvshift.lab.export.programs import flat, load_program, write_program
+from kvshift.lab.export.programs import flatten_names, load_program, write_program
 from kvshift.lab.export.remote_code import largest_difference
 from kvshift.layers import KVShift
 
@@ -30,7 +30,7 @@ _INSIDE = 100e6  # maximum size in bytes of weights that are stored in the progr
 _COEFFICIENTS = {"k": "alpha", "v": "beta", "q": "gamma"}
 
 
-class WatchedModel(nn.Module):
+class ExplorerModel(nn.Module):
     """A causal language model that takes its shift coefficients as arguments.
 
     Args:
@@ -75,7 +75,7 @@ def _free(layer: KVShift) -> None:
         layer.register_parameter(_COEFFICIENTS[target], nn.Parameter(value.detach().clone()))
 
 
-def write_watched(watched: WatchedModel, path: Path) -> None:
+def write_explorer_program(watched: ExplorerModel, path: Path) -> None:
     """Trace the model and write an `.onnx` program; large weights are written to `.onnx.data` beside it."""
     coefficients = watched.coefficients()
     inputs: dict[str, Any] = {"input_ids": torch.ones(1, 5, dtype=torch.long)}
@@ -97,7 +97,7 @@ def write_watched(watched: WatchedModel, path: Path) -> None:
 
 
 @torch.no_grad()
-def check_watched(watched: WatchedModel, path: Path, prompts: list[Tensor]) -> float:
+def check_explorer_program(watched: ExplorerModel, path: Path, prompts: list[Tensor]) -> float:
     """Compare the program with the model, with the model's own coefficients and with others.
 
     Args:
@@ -119,9 +119,9 @@ def check_watched(watched: WatchedModel, path: Path, prompts: list[Tensor]) -> f
         for i, prompt in enumerate(prompts):
             for which, coefficients in (("", own), ("other ", others)) if own else (("", {}),):
                 ids = prompt.unsqueeze(0)
-                given = {f"coefficients.{name}": values for name, values in flat(coefficients).items()}
+                given = {f"coefficients.{name}": values for name, values in flatten_names(coefficients).items()}
                 for into, outputs in (
-                    (expected, flat(watched(ids, coefficients))),
+                    (expected, flatten_names(watched(ids, coefficients))),
                     (found, program({"input_ids": ids, **given})),
                 ):
                     into[f"{i} {which}logits"] = outputs["logits"]

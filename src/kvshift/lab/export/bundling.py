@@ -20,7 +20,7 @@ from pathlib import Path
 
 PACKAGE = "kvshift"
 _INDENT = "    "
-_FOR_TOOLS = re.compile(r"  # (type: ignore\[[\w, -]+\]|fmt: skip)")
+_TOOL_COMMENTS = re.compile(r"  # (type: ignore\[[\w, -]+\]|fmt: skip)")
 _Position = tuple[int, int]
 
 
@@ -39,19 +39,19 @@ class _Statement:
     first: int
     last: int
 
-    def used(self) -> Iterator[ast.Name]:
+    def used_names(self) -> Iterator[ast.Name]:
         """Yield every name in the statement, except in members that are left out."""
-        out = {id(node) for member in self.left_out() for node in ast.walk(member)}
+        out = {id(node) for member in self.dropped_members() for node in ast.walk(member)}
         for node in ast.walk(self.node):
             if isinstance(node, ast.Name) and id(node) not in out:
                 yield node
 
-    def left_out(self) -> list[ast.stmt]:
+    def dropped_members(self) -> list[ast.stmt]:
         """Return the members of a class that are to be left out."""
         if not isinstance(self.node, ast.ClassDef):
             return []
         unwanted = self.module.dropped.get(self.node.name, ())
-        found = [node for node in self.node.body if any(name in unwanted for name in _bound(node))]
+        found = [node for node in self.node.body if any(name in unwanted for name in _defined_names(node))]
         if len(found) != len(unwanted):
             raise LookupError(f"{self.module.name}.{self.node.name} does not have all of {', '.join(unwanted)}")
         return found
@@ -80,7 +80,7 @@ class _Module:
         for node in tree.body:
             if isinstance(node, ast.ImportFrom | ast.Import):
                 self._import(node)
-            elif _is_text(node):
+            elif _is_docstring(node):
                 if previous is not None:
                     previous.last = node.end_lineno or node.lineno
             else:
@@ -102,7 +102,7 @@ class _Module:
         first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
         while first > 1 and self.lines[first - 2].startswith("#"):
             first -= 1
-        statement = _Statement(self, node, tuple(_bound(node)), first, node.end_lineno or node.lineno)
+        statement = _Statement(self, node, tuple(_defined_names(node)), first, node.end_lineno or node.lineno)
         self.statements.append(statement)
         self.defined |= dict.fromkeys(statement.names, statement)
         return statement
@@ -111,9 +111,11 @@ class _Module:
 class _Package:
     """The modules that have been parsed so far, and the definitions to replace or to leave out."""
 
-    def __init__(self, replaced: Mapping[str, str], by: str, dropped: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, replaced: Mapping[str, str], replacement_module: str, dropped: Mapping[str, Sequence[str]]
+    ) -> None:
         self.modules: dict[str, _Module] = {}
-        self.replaced, self.by, self.dropped = replaced, by, dropped
+        self.replaced, self.replacement_module, self.dropped = replaced, replacement_module, dropped
 
     def module(self, name: str) -> _Module:
         if name not in self.modules:
@@ -125,17 +127,17 @@ class _Package:
         here = self.module(module)
         if self.replaced.get(name) == module:
             if name not in here.defined:
-                raise LookupError(f"{self.by} replaces {module}.{name}, which no longer exists")
-            return self.module(self.by).defined[name]
+                raise LookupError(f"{self.replacement_module} replaces {module}.{name}, which no longer exists")
+            return self.module(self.replacement_module).defined[name]
         if name in here.defined:
             return here.defined[name]
         if name not in here.inner:
             raise LookupError(f"{module} has no {name}")
         return self.find(*here.inner[name])
 
-    def home(self, statement: _Statement) -> tuple[_Module, int]:
+    def source_location(self, statement: _Statement) -> tuple[_Module, int]:
         """Return the module and first line of a statement, or of the statement that it replaces."""
-        if statement.module.name == self.by and statement.names[0] in self.replaced:
+        if statement.module.name == self.replacement_module and statement.names[0] in self.replaced:
             old = self.module(self.replaced[statement.names[0]])
             return old, old.defined[statement.names[0]].first
         return statement.module, statement.first
@@ -145,7 +147,7 @@ def bundle(
     roots: Sequence[tuple[str, str]],
     *,
     replaced: Mapping[str, str],
-    by: str,
+    replacement_module: str,
     dropped: Mapping[str, Sequence[str]],
     values: Mapping[tuple[str, str], str],
 ) -> str:
@@ -153,8 +155,8 @@ def bundle(
 
     Args:
         roots: Modules and names in them.
-        replaced: Names that the module `by` defines, and the modules whose definitions of these names they replace.
-        by: Name of the module with the replacements.
+        replaced: Names that `replacement_module` defines, and the modules whose definitions they replace.
+        replacement_module: Name of the module with the replacements.
         dropped: Methods and other members to leave out, by class.
         values: New values of class attributes, by class and attribute, as source text.
 
@@ -162,7 +164,7 @@ def bundle(
         LookupError: A module, name or member in the arguments does not exist.
         ValueError: Two modules import different objects by one name, or define the same public name.
     """
-    package = _Package(replaced, by, dropped)
+    package = _Package(replaced, replacement_module, dropped)
     needed: dict[int, _Statement] = {}
     waiting = [package.find(module, name) for module, name in roots]
     while waiting:
@@ -178,11 +180,13 @@ def bundle(
     kept = list(needed.values())
     new_names = _renamed(package, kept)
     order = {name: index for index, name in enumerate(_import_order(package, kept))}
-    kept.sort(key=lambda statement: (order[package.home(statement)[0].name], package.home(statement)[1]))
+    kept.sort(
+        key=lambda statement: (order[package.source_location(statement)[0].name], package.source_location(statement)[1])
+    )
 
     text, section, after_block = "\n".join(_imports(kept)) + "\n", "", False
     for statement in kept:
-        home = package.home(statement)[0].name
+        home = package.source_location(statement)[0].name
         is_block = isinstance(statement.node, ast.FunctionDef | ast.ClassDef)
         if home != section:
             section = home
@@ -191,14 +195,14 @@ def bundle(
             text += "\n\n"
         text += _text(package, statement, new_names, values) + "\n"
         after_block = is_block
-    return _FOR_TOOLS.sub("", text)
+    return _TOOL_COMMENTS.sub("", text)
 
 
 def _package_names(package: _Package, statement: _Statement) -> dict[str, _Statement]:
     """Return the statements of this package that a statement uses, by the names that it uses for them."""
     module = statement.module
     found = {}
-    for node in statement.used():
+    for node in statement.used_names():
         if node.id in module.defined or node.id in module.inner:
             found[node.id] = package.find(module.name, node.id)
     return {name: used for name, used in found.items() if used is not statement}
@@ -215,7 +219,7 @@ def _renamed(package: _Package, kept: Iterable[_Statement]) -> dict[tuple[int, s
         if len(statements) == 1:
             continue
         for statement in statements:
-            home = package.home(statement)[0].name
+            home = package.source_location(statement)[0].name
             if not name.startswith("_"):
                 raise ValueError(f"{name} is defined in {' and in '.join(s.module.name for s in statements)}")
             new[id(statement), name] = f"_{home.removeprefix(PACKAGE + '.').replace('.', '_')}{name}"
@@ -224,10 +228,12 @@ def _renamed(package: _Package, kept: Iterable[_Statement]) -> dict[tuple[int, s
 
 def _import_order(package: _Package, kept: Sequence[_Statement]) -> list[str]:
     """Return the modules in topological order, each after the modules that it uses."""
-    needs: dict[str, set[str]] = {package.home(statement)[0].name: set() for statement in kept}
+    needs: dict[str, set[str]] = {package.source_location(statement)[0].name: set() for statement in kept}
     for statement in kept:
-        home = package.home(statement)[0].name
-        needs[home] |= {package.home(used)[0].name for used in _package_names(package, statement).values()} - {home}
+        home = package.source_location(statement)[0].name
+        needs[home] |= {
+            package.source_location(used)[0].name for used in _package_names(package, statement).values()
+        } - {home}
     return list(TopologicalSorter({name: sorted(needs[name]) for name in sorted(needs)}).static_order())
 
 
@@ -235,7 +241,7 @@ def _imports(kept: Iterable[_Statement]) -> list[str]:
     """Return the lines that import from other packages, the standard library first."""
     lines: dict[str, str] = {}
     for statement in kept:
-        for node in statement.used():
+        for node in statement.used_names():
             line = statement.module.outer.get(node.id)
             if line is not None and lines.setdefault(node.id, line) != line:
                 raise ValueError(f"{node.id} is imported in two ways: {line}; {lines[node.id]}")
@@ -278,7 +284,9 @@ def _text(
     by_name = {name: new_names.get((id(other), name)) for name, other in used.items()}
     by_name |= {name: new_names.get((id(statement), name)) for name in statement.names}
     edits = [
-        (_start(node), _end(node), by_name[node.id] or node.id) for node in statement.used() if by_name.get(node.id)
+        (_start(node), _end(node), by_name[node.id] or node.id)
+        for node in statement.used_names()
+        if by_name.get(node.id)
     ]
     lines = [line.encode() for line in statement.module.lines]  # columns count bytes
     node = statement.node
@@ -296,7 +304,7 @@ def _text(
         before, after = lines[line - 1][:column], lines[last - 1][end:]
         lines[line - 1 : last] = [before + new.encode() + after, *[b""] * (last - line)]
     gone: set[int] = set()
-    for member in statement.left_out():
+    for member in statement.dropped_members():
         decorators = getattr(member, "decorator_list", [])
         first = min([member.lineno, *(decorator.lineno for decorator in decorators)])
         gone |= set(range(first, (member.end_lineno or first) + 1))
@@ -306,7 +314,7 @@ def _text(
     return b"\n".join(lines[line - 1] for line in kept if line not in gone).decode()
 
 
-def _bound(node: ast.stmt) -> Iterator[str]:
+def _defined_names(node: ast.stmt) -> Iterator[str]:
     """Yield the names that a top-level statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
@@ -317,7 +325,7 @@ def _bound(node: ast.stmt) -> Iterator[str]:
                     yield name.id
 
 
-def _is_text(node: ast.stmt) -> bool:
+def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 

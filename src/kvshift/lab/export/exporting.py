@@ -16,8 +16,8 @@ from kvshift.lab.export.export_config import ExportOptions
 from kvshift.lab.export.mlx_folder import MODEL_FILE, check_mlx, require_mlx, require_mlx_model, write_mlx
 from kvshift.lab.export.programs import check_programs, require_packages, write_programs
 from kvshift.lab.export.remote_code import check_folder, compute, require_known, write_code
-from kvshift.lab.retrofit.retrofitting import encoded_prompts, require_finite
-from kvshift.lab.runs.loading import UNREADABLE, load_as_saved
+from kvshift.lab.retrofit.retrofitting import encode_prompts, require_finite
+from kvshift.lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved
 
 _say = partial(say, command="export")
 
@@ -41,7 +41,7 @@ def export(options: ExportOptions) -> None:
         require_packages(options.format)
     logging.disable_progress_bar()
     model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
-    prompts = [ids[0] for ids in encoded_prompts(tokenizer, options.model).values()]
+    prompts = [ids[0] for ids in encode_prompts(tokenizer, options.model).values()]
     require_known(model)
     if options.format == "mlx":
         require_mlx_model(model)
@@ -53,7 +53,7 @@ def export(options: ExportOptions) -> None:
         try:
             holds = write(model, part, options)
             tokenizer.save_pretrained(part)
-        except UNREADABLE as error:
+        except MODEL_FILE_ERRORS as error:
             what = "programs" if write is _as_programs else "model"
             raise RunFailedError(f"the {what} cannot be written to {options.out.parent}: {error}") from error
         same = _compared(part, prompts, expected, options)

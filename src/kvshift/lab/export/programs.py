@@ -52,7 +52,7 @@ def require_packages(form: Format) -> None:
     require_importable(f"format {form}", _PACKAGES[form], install_command("export"))
 
 
-class _Tensors(nn.Module):
+class _NamedTensorModel(nn.Module):
     """A wrapper of a model that takes and returns the cache as named tensors."""
 
     def __init__(self, model: Any) -> None:
@@ -106,7 +106,7 @@ def write_programs(model: Any, folder: Path, form: Format) -> None:
         model: A model in evaluation mode, on the CPU.
         form: Format of the files: `.onnx`, with the weights in `.onnx.data` beside it, or `.pt2`.
     """
-    module = _Tensors(model).requires_grad_(False).eval()
+    module = _NamedTensorModel(model).requires_grad_(False).eval()
     ids, mask = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5, dtype=torch.long)
     mask[0, :2] = 0
     batch, length, before = Dim("batch", min=1), Dim("length", min=1), Dim("past", min=1)
@@ -187,7 +187,7 @@ def _write(exported: Any, path: Path) -> None:
     onnx_ir.save(getattr(program, "model", program), path, external_data=f"{path.name}.data")
 
 
-def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def nest_names(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Convert tensors with dotted names to nested dicts, the inputs of a `.pt2` program."""
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -199,11 +199,11 @@ def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def flat(tensors: Mapping[str, Any], before: str = "") -> dict[str, Tensor]:
-    """Convert nested dicts to tensors with dotted names, the inverse of `nested`."""
+def flatten_names(tensors: Mapping[str, Any], before: str = "") -> dict[str, Tensor]:
+    """Convert nested dicts to tensors with dotted names, the inverse of `nest_names`."""
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
-        found |= {before + name: value} if isinstance(value, Tensor) else flat(value, f"{before}{name}.")
+        found |= {before + name: value} if isinstance(value, Tensor) else flatten_names(value, f"{before}{name}.")
     return found
 
 
@@ -213,7 +213,7 @@ def load_program(path: Path) -> Program:
         module = torch.export.load(path).module()
 
         def run_module(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-            return flat(module(**nested(inputs)))
+            return flatten_names(module(**nest_names(inputs)))
 
         return run_module
 

@@ -95,7 +95,7 @@ def generate_code(model: Any) -> tuple[str, str, dict[str, str]]:
     body = bundle(
         roots,
         replaced=portable.REPLACED,
-        by=portable.__name__,
+        replacement_module=portable.__name__,
         dropped=portable.DROPPED,
         values={(name, "loaded_by"): json.dumps(LOADED_BY) for name in ("KVShiftLlamaConfig", "RetrofitConfig")},
     )

@@ -19,7 +19,7 @@ from kvshift.lab.core.errors import LabError, require_unicode
 from kvshift.lab.core.messages import say
 from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.generate.generate_config import GenerateConfig
-from kvshift.lab.generate.prompts import Prompt, answers_in, read_prompts
+from kvshift.lab.generate.prompts import Prompt, open_output, read_prompts
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.variants.continuing import continue_rows
 from kvshift.lab.variants.uncached import decodes_with_cache
@@ -65,7 +65,7 @@ def generate(config: GenerateConfig) -> None:
             f"{config.num_beams}"
         )
     encoded = [encode(tokenizer, *prompt) for prompt in given]
-    config, encoded = _fitted(model, tokenizer, encoded, [prompt.name for prompt in given], config)
+    config, encoded = _fit_to_context(model, tokenizer, encoded, [prompt.name for prompt in given], config)
 
     if config.prompts is None and config.output is None:
         _print_text(model, tokenizer, encoded[0], config)
@@ -75,7 +75,7 @@ def generate(config: GenerateConfig) -> None:
         for records in _records(model, tokenizer, prompts, encoded, config, settings, done=0):
             print(*(json.dumps(record, ensure_ascii=False) for record in records), sep="\n", flush=True)
         return
-    with answers_in(config.output, prompts, config.samples, settings) as answers:
+    with open_output(config.output, prompts, config.samples, settings) as answers:
         if answers.count:
             _say(f"{config.output} has {answers.count} of {len(prompts) * config.samples} lines already")
         for records in _records(model, tokenizer, prompts, encoded, config, settings, done=answers.count):
@@ -106,8 +106,8 @@ def continue_batch(
         first: index of the first prompt. It enters the seed, so that no two batches draw the same random numbers.
         kwargs: further arguments of `model.generate`.
     """
-    pad = _ids_of(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)[0]
-    ends = _ids_of(model.generation_config.eos_token_id, tokenizer.eos_token_id)
+    pad = _first_token_ids(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)[0]
+    ends = _first_token_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id)
     seed = seed_for(f"generate from {first}", config.seed)
     written = continue_rows(
         model,
@@ -238,7 +238,7 @@ def _read_prompt(config: GenerateConfig) -> Prompt:
     return Prompt(prompt, name)
 
 
-def _fitted(
+def _fit_to_context(
     model: Any, tokenizer: Any, prompts: list[list[int]], names: list[str], config: GenerateConfig
 ) -> tuple[GenerateConfig, list[list[int]]]:
     """Return the options with `max_new_tokens` resolved and, with `crop_prompts`, cropped prompts.
@@ -256,7 +256,7 @@ def _fitted(
             raise LabError(f"max_new_tokens must be less than the model's maximum length, {context}, got {new}")
         if cropped := sum(len(ids) > longest for ids in prompts):
             _say(f"{cropped} prompt(s) are cropped to their last {longest} tokens, so that the new tokens fit")
-        prompts = [_cropped(ids, longest, tokenizer.bos_token_id) for ids in prompts]
+        prompts = [_crop(ids, longest, tokenizer.bos_token_id) for ids in prompts]
     for ids, name in zip(prompts, names, strict=True):
         _check_length(len(ids), new or 1, context, name)
     if new is None:
@@ -266,7 +266,7 @@ def _fitted(
     return dataclasses.replace(config, max_new_tokens=new), prompts
 
 
-def _cropped(ids: list[int], longest: int, begin: int | None) -> list[int]:
+def _crop(ids: list[int], longest: int, begin: int | None) -> list[int]:
     """Return the last `longest` tokens of a prompt, keeping the beginning-of-text token `begin` if it has one."""
     kept = 1 if ids[0] == begin and longest > 1 else 0
     return ids if len(ids) <= longest else ids[:kept] + ids[len(ids) - longest + kept :]
@@ -293,7 +293,7 @@ def _settings(config: GenerateConfig, source: str) -> str:
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _ids_of(*candidates: int | list[int] | None) -> list[int]:
+def _first_token_ids(*candidates: int | list[int] | None) -> list[int]:
     """Return the first candidate that is not None, as a list; empty if all are None."""
     for ids in candidates:
         if ids is not None:

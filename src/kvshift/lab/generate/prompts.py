@@ -37,10 +37,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     prompts = [Prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise LabError(f"prompts: {path} is empty")
-    return prompts if path.suffix == ".txt" else [_prompt_of(*prompt) for prompt in prompts]
+    return prompts if path.suffix == ".txt" else [_parse_prompt(*prompt) for prompt in prompts]
 
 
-def _prompt_of(line: str, where: str) -> Prompt:
+def _parse_prompt(line: str, where: str) -> Prompt:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -53,7 +53,7 @@ def _prompt_of(line: str, where: str) -> Prompt:
 
 
 @contextmanager
-def answers_in(path: Path, prompts: Sequence[str], samples: int, settings: str) -> Iterator[JSONLines]:
+def open_output(path: Path, prompts: Sequence[str], samples: int, settings: str) -> Iterator[JSONLines]:
     """Open an output file to append after the last complete line that an earlier process wrote to it.
 
     Args:
@@ -78,7 +78,7 @@ def answers_in(path: Path, prompts: Sequence[str], samples: int, settings: str) 
             lines = file.read()
             for number, line in enumerate(lines):
                 _check_line(line, f"{path}:{number + 1}", prompts, number, samples, settings)
-            file.keep(lines)
+            file.truncate_to(lines)
         yield file
 
 

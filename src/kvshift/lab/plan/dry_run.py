@@ -53,7 +53,7 @@ def dry_run(config: KVShiftLlamaConfig, *, devices: int, sequence_length: int, b
     for name, value in (("devices", devices), ("sequence_length", sequence_length), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
-    with _pretended(devices) as mesh, FakeTensorMode():
+    with _fake_device_mesh(devices) as mesh, FakeTensorMode():
         model: Any = KVShiftLlamaForCausalLM(config)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.model.layers]
@@ -88,7 +88,7 @@ def _bytes(tensors: Any) -> int:
 
 
 @contextmanager
-def _pretended(devices: int) -> Iterator[Any]:
+def _fake_device_mesh(devices: int) -> Iterator[Any]:
     """Create a device mesh over fake processes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 

@@ -27,7 +27,7 @@ from kvshift.lab.plan.cost import (
 )
 from kvshift.lab.plan.plan_config import DeviceName, PlanConfig, PlanData
 from kvshift.lab.variants.by_name import resolve_variant
-from kvshift.lab.variants.model_config import ModelConfig, given_fields, size_fields
+from kvshift.lab.variants.model_config import ModelConfig, explicit_fields, size_fields
 from kvshift.models.paper_sizes import SIZES
 
 _USABLE = 0.9  # share of a device's memory; the CUDA context, fragmentation and communication take the rest
@@ -162,7 +162,7 @@ def _model(options: ModelConfig, data: PlanData) -> Llama:
 
 def _shape(options: ModelConfig, data: PlanData) -> LlamaShape | None:
     """Return the shape of `llama_config`'s result for options without a file; None if it might raise an error."""
-    fields = size_fields(options) | given_fields(options)
+    fields = size_fields(options) | explicit_fields(options)
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     if any(fields.get(name, 1) < 1 for name in (*sizes, "vocab_size")):
         return None

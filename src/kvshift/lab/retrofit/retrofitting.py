@@ -14,7 +14,7 @@ from kvshift.lab.core.atomic import new_folder
 from kvshift.lab.core.errors import LabError, RunFailedError, require_new
 from kvshift.lab.core.messages import say
 from kvshift.lab.retrofit.retrofit_config import RetrofitOptions
-from kvshift.lab.runs.loading import UNREADABLE, load_as_saved, load_weights
+from kvshift.lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved, load_weights
 from kvshift.layers import ShiftOptions
 from kvshift.models.retrofit import add_kv_shift
 
@@ -48,7 +48,7 @@ def retrofit(options: RetrofitOptions) -> None:
     require_new(out)
     logging.disable_progress_bar()
     model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
-    prompts = encoded_prompts(tokenizer, options.model)
+    prompts = encode_prompts(tokenizer, options.model)
     before = _outputs(model, prompts)
     require_finite({prompt: logits for prompt, (logits, _) in before.items()}, options.model)
     try:
@@ -76,7 +76,7 @@ def retrofit(options: RetrofitOptions) -> None:
     )
 
 
-def encoded_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
+def encode_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
     """Return the token ids of `PROMPTS`, (1, T), by prompt. Prompts without tokens are left out.
 
     Raises:
@@ -118,7 +118,7 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except UNREADABLE as error:
+    except MODEL_FILE_ERRORS as error:
         raise RunFailedError(f"the model cannot be written to {folder.parent}: {error}") from error
 
 

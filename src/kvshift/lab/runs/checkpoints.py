@@ -15,7 +15,7 @@ _MANIFEST = "manifest.json"
 _PREFIX = "checkpoint-"
 
 
-def seal(folder: Path) -> None:
+def mark_complete(folder: Path) -> None:
     """Flush all files of the checkpoint in `folder` to disk, then mark it as complete by writing its manifest."""
     files = {}
     for path in sorted(folder.rglob("*")):
@@ -55,7 +55,7 @@ def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
     return None
 
 
-def keep_newest(newest: Path, count: int, say: Callable[[str], Any]) -> None:
+def remove_old_checkpoints(newest: Path, count: int, say: Callable[[str], Any]) -> None:
     """Remove checkpoints older than `newest`, a complete one, except the last `count` - 1 that are complete.
 
     A folder that cannot be removed is reported and left, so that an old checkpoint never makes the run fail.

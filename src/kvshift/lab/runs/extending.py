@@ -18,7 +18,7 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.training.train_config import TrainConfig, config_hash
 
 
-def extends(old: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def is_extension(old: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Return True if the options have more steps than the recorded options `old` of the run."""
     return old.get("steps", options["steps"]) < options["steps"]
 
@@ -31,7 +31,7 @@ def with_recorded_warmup(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     return replace(config, optimizer=replace(config.optimizer, warmup_steps=old["optimizer"].get("warmup_steps")))
 
 
-def same_schedule(optimizer: Mapping[str, Any], steps: int, done: int) -> bool:
+def has_same_schedule(optimizer: Mapping[str, Any], steps: int, done: int) -> bool:
     """Return True if a longer run would have had the same learning rates in its first `done` steps.
 
     Args:
@@ -57,7 +57,7 @@ def refuse_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping
         )
     done = int(whole[-1].name.rpartition("-")[2]) if whole else 0
     optimizer = old["optimizer"]
-    if not extend and not same_schedule(optimizer, old["steps"], done):
+    if not extend and not has_same_schedule(optimizer, old["steps"], done):
         raise LabError(
             f"steps: the run in {folder.path} was started with {old['steps']} steps; with {options['steps']}, its "
             f"schedule ({optimizer['schedule']}) would have had other learning rates before step {done}. Give --extend "
@@ -69,7 +69,7 @@ def refuse_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping
 def record_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping[str, Any], *, done: int) -> None:
     """Record the options of the longer run, which resumes after step `done`, and remove the shorter run's result."""
     extensions = old.get("extended", [])
-    if not same_schedule(old["optimizer"], old["steps"], done):
+    if not has_same_schedule(old["optimizer"], old["steps"], done):
         extensions = [*extensions, {"after_step": done, "begun_with_steps": old["steps"]}]
     decisive = {**options, "extended": extensions} if extensions else dict(options)
     facts = {"data_facts": old["data_facts"]} if "data_facts" in old else {}

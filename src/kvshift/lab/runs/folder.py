@@ -52,9 +52,9 @@ class RunFolder:
         Args:
             early: files that the block may write before the run begins, besides the tokenizer and the environment.
         """
-        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
-            there = {*self.path.iterdir()} if self.path.is_dir() else set[Path]()
+            existing = {*self.path.iterdir()} if self.path.is_dir() else set[Path]()
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / ".lock")
             lock.acquire(timeout=0)
@@ -68,21 +68,21 @@ class RunFolder:
             yield
         except LabError as error:
             if error.exit_code == LabError.exit_code and not self.config.exists():
-                self._unmake(made, there, early)
+                self._restore_folder(new_folders, existing, early)
             raise
         finally:
             lock.release()
 
-    def _unmake(self, made: list[Path], there: set[Path], early: tuple[Path, ...]) -> None:
-        """Remove what was not `there`, then the folders `made`, unless there are files of a run that has begun."""
+    def _restore_folder(self, new_folders: list[Path], existing: set[Path], early: tuple[Path, ...]) -> None:
+        """Remove paths not in `existing`, then `new_folders`, unless there are files of a run that has begun."""
         lock = self.path / ".lock"
-        new = {*self.path.iterdir()} - there
+        new = {*self.path.iterdir()} - existing
         if not new <= {self.tokenizer, self.environment, lock, *early}:
             return
         with suppress(OSError):
             for path in new:
                 remove_folder(path) if path.is_dir() else path.unlink()
-            for folder in made:
+            for folder in new_folders:
                 folder.rmdir()
 
     def read(self, path: Path) -> dict[str, Any] | None:

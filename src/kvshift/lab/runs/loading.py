@@ -36,12 +36,12 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 for _name in VARIANTS:  # the modules of variants also register their model types
     find_variant(_name)
 
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
+MODEL_FILE_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
 # Also the errors that transformers raises for values of a wrong kind in a config.json (0 heads, layer_types: 5):
-MISFITS = (*UNREADABLE, TypeError, AttributeError, ArithmeticError, LookupError)
+MODEL_CONFIG_ERRORS = (*MODEL_FILE_ERRORS, TypeError, AttributeError, ArithmeticError, LookupError)
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model in evaluation mode, its tokenizer, and the folder or hub name from which the model was loaded."""
 
     model: Any
@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
     source: str
 
 
-def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: Callable[[str], Any]) -> Loaded:
+def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: Callable[[str], Any]) -> LoadedModel:
     """Load any causal language model that transformers knows, from safetensors.
 
     Args:
@@ -68,14 +68,14 @@ def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: C
     return loaded
 
 
-def load_as_saved(name: str, *, dtype: DType, device: str, say: Callable[[str], Any]) -> Loaded:
+def load_as_saved(name: str, *, dtype: DType, device: str, say: Callable[[str], Any]) -> LoadedModel:
     """Load a model like `load_model`, with its saved generation config."""
     find_device(device)  # report a missing device before a large model is read
     folder, tokenizer_folder = locate(name, say)
     tokenizer = load_tokenizer(tokenizer_folder)
     model = load_weights(folder, dtype=dtype, device=device)
     check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
-    return Loaded(model, tokenizer, folder)
+    return LoadedModel(model, tokenizer, folder)
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
@@ -87,7 +87,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     """Load the tokenizer in a folder, as found by `model_files.locate`, or of a name on the hub."""
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except MISFITS as error:
+    except MODEL_CONFIG_ERRORS as error:
         raise LabError(_unreadable(str(folder), error)) from error
 
 
@@ -95,7 +95,7 @@ def load_config(folder: str | Path) -> Any:
     """Load the configuration of the model in a folder, as found by `model_files.locate`, or of a name on the hub."""
     try:
         return AutoConfig.from_pretrained(folder)
-    except MISFITS as error:
+    except MODEL_CONFIG_ERRORS as error:
         raise LabError(_unreadable(str(folder), error)) from error
 
 
@@ -120,7 +120,7 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
                 ignore_mismatched_sizes=True,  # reported as an error below, with the name of the weight
                 **kwargs,
             )
-    except MISFITS as error:
+    except MODEL_CONFIG_ERRORS as error:
         raise LabError(_unreadable(str(folder), error)) from error
     model, report = loaded
     if missing := report["missing_keys"]:
@@ -131,12 +131,12 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
     if unused := report["unexpected_keys"]:
         name = type(model).__name__
         messages.say(f"{folder} has {len(unused)} weights that {name} does not use, such as {min(unused)}")
-    if (name := not_finite(model)) is not None:
+    if (name := first_non_finite_parameter(model)) is not None:
         raise LabError(f"model: {folder}: {name} has numbers that are not finite, as after a diverged run")
     return model.to(place).eval()
 
 
-def not_finite(model: torch.nn.Module) -> str | None:
+def first_non_finite_parameter(model: torch.nn.Module) -> str | None:
     """Return the name of the first parameter with a non-finite number, or None.
 
     Parameters in float8, for which PyTorch has no `isfinite`, and on the device "meta" are not checked.
@@ -191,7 +191,7 @@ def _first_line(error: Exception) -> str:
     if isinstance(error, StrictDataclassError):  # the reason is in the last line, not the first
         return " ".join(str(error).split())
     line = str(error).strip().split("\n")[0]
-    if isinstance(error, UNREADABLE):
+    if isinstance(error, MODEL_FILE_ERRORS):
         return line or type(error).__name__
     return f"a value in its config.json is invalid ({type(error).__name__}: {line})"
 

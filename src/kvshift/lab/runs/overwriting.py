@@ -10,14 +10,14 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import RunFolder
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\.corrupt(-\d+)?)?")
-_HALF_WRITTEN = re.compile(r"\..*\.part|\.tokenizer-.*|\.model\.former|\.next")
+_INCOMPLETE = re.compile(r"\..*\.part|\.tokenizer-.*|\.model\.former|\.next")
 
 
-def refuse_what_is_no_run(folder: RunFolder, init_from: str | None) -> None:
+def require_only_run_files(folder: RunFolder, init_from: str | None) -> None:
     """Raise a LabError if the folder contains more than a run, or the model of `init_from`. Change nothing."""
     if not folder.config.exists():
         return
-    foreign = [path.name for path in sorted(folder.path.iterdir()) if not _is_ours(folder, path)]
+    foreign = [path.name for path in sorted(folder.path.iterdir()) if not _is_run_file(folder, path)]
     if foreign:
         raise LabError(
             f"overwrite: {folder.path} contains files that do not belong to a run ({', '.join(foreign[:3])}); nothing "
@@ -27,7 +27,7 @@ def refuse_what_is_no_run(folder: RunFolder, init_from: str | None) -> None:
         raise LabError(f"overwrite: init_from ({init_from}) is in the folder that would be removed, {folder.path}")
 
 
-def next_tokenizer(folder: RunFolder) -> Path:
+def pending_tokenizer(folder: RunFolder) -> Path:
     """Return the folder of the new run's tokenizer while the old run is still there."""
     return folder.path / ".next" / "tokenizer"
 
@@ -42,13 +42,13 @@ def replace_run(folder: RunFolder) -> None:
             remove_folder(path)
         else:
             path.unlink(missing_ok=True)
-    next_tokenizer(folder).rename(folder.tokenizer)
+    pending_tokenizer(folder).rename(folder.tokenizer)
 
 
-def _is_ours(folder: RunFolder, path: Path) -> bool:
+def _is_run_file(folder: RunFolder, path: Path) -> bool:
     named = vars(folder).values()
     return (
         path in named
         or path.name == ".lock"
-        or bool(_CHECKPOINT.fullmatch(path.name) or _HALF_WRITTEN.fullmatch(path.name))
+        or bool(_CHECKPOINT.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name))
     )

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.runs.loading import MISFITS, not_finite
+from kvshift.lab.runs.loading import MODEL_CONFIG_ERRORS, first_non_finite_parameter
 from kvshift.lab.runs.model_files import locate
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.model_config import ModelConfig
@@ -155,7 +155,7 @@ def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = Fal
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    except MISFITS as error:
+    except MODEL_CONFIG_ERRORS as error:
         raise LabError(f"init_from: the weights of {source.name} cannot be loaded: {error}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -168,7 +168,7 @@ def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = Fal
     ):
         if keys:
             raise LabError(f"init_from: {source.name} {what.format(len(keys))}, such as {min(keys)}")
-    if (name := not_finite(model)) is not None:
+    if (name := first_non_finite_parameter(model)) is not None:
         raise LabError(f"init_from: {source.name}: {name} has numbers that are not finite, as after a diverged run")
     for layer in shift_layers(model):
         layer.requires_grad_(not freeze_shift)

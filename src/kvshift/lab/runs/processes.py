@@ -16,7 +16,7 @@ from kvshift.lab.core.errors import LabError
 _Result = TypeVar("_Result")
 
 # Timeout of collective operations: the others wait while the first process tokenizes.
-PATIENCE = timedelta(hours=6)
+COLLECTIVE_TIMEOUT = timedelta(hours=6)
 
 
 class Processes:
@@ -24,7 +24,7 @@ class Processes:
 
     def __init__(self, *, cpu: bool) -> None:
         distributed = "RANK" in os.environ
-        self._state = PartialState(cpu=cpu, **({"timeout": PATIENCE} if distributed else {}))
+        self._state = PartialState(cpu=cpu, **({"timeout": COLLECTIVE_TIMEOUT} if distributed else {}))
         self.count = self._state.num_processes
         self.is_main = self._state.is_main_process
         self.device = cast(torch.device, self._state.device)
@@ -51,7 +51,7 @@ class Processes:
             broadcast_object_list(outcome)
         return outcome[0]
 
-    def any(self, holds: bool) -> bool:
+    def any_process(self, holds: bool) -> bool:
         """Return True if `holds` is True in at least one process."""
         return self.all_reduce_max(int(holds)) > 0
 

@@ -12,11 +12,11 @@ from kvshift.lab.core.messages import say
 
 Item = TypeVar("Item")
 
-SECONDS_APART = 10.0  # minimum time between two lines, without a terminal
+SECONDS_BETWEEN_LINES = 10.0  # minimum time between two lines, without a terminal
 _SHORT = 3.0  # seconds before a bar appears, so that short operations show none
 
 
-class Counter:
+class ProgressReporter:
     """Reports the progress of one long operation. Operations that take a few seconds are not reported."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Counter:
         speed = f"{self._tokens / spent:,.0f} tokens/s" if self._tokens else ""
         self._bar.set_postfix_str(speed, refresh=False)
         self._bar.update(count)
-        if not self._shown or not self._bar.disable or now - self._said < SECONDS_APART:
+        if not self._shown or not self._bar.disable or now - self._said < SECONDS_BETWEEN_LINES:
             return
         self._said = now
         parts = [self._amount(), speed]
@@ -73,9 +73,9 @@ class Counter:
         self._bar.close()
 
 
-def counted(items: Sequence[Item], what: str, unit: str, *, shown: bool) -> Iterator[Item]:
-    """Iterate over `items` and report progress with a `Counter`."""
-    counter = Counter(what, len(items), unit, shown=shown)
+def with_progress(items: Sequence[Item], what: str, unit: str, *, shown: bool) -> Iterator[Item]:
+    """Iterate over `items` and report progress with a `ProgressReporter`."""
+    counter = ProgressReporter(what, len(items), unit, shown=shown)
     try:
         for item in items:
             yield item

@@ -13,11 +13,11 @@ from datasets import Dataset
 from kvshift.lab.core.atomic import remove_folder, write_json
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.core.options import Meaning, option_names
+from kvshift.lab.core.options import OptionTrait, option_names
 from kvshift.lab.data.text import TextData
 from kvshift.lab.data.tokenizers import ORIGIN
 from kvshift.lab.runs.checkpoints import find_checkpoint
-from kvshift.lab.runs.extending import extends, record_extension, refuse_extension
+from kvshift.lab.runs.extending import is_extension, record_extension, refuse_extension
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.overwriting import replace_run
 from kvshift.lab.runs.processes import Processes
@@ -55,7 +55,7 @@ def check_folder(folder: RunFolder, options: dict[str, Any], extend: bool | None
         return False
     for part in _PARTS & options.keys():
         _object(folder, old, part)
-    longer = extend is not None and extends(old, options)
+    longer = extend is not None and is_extension(old, options)
     given = {name: value for name, value in options.items() if not (longer and name == "steps")}
     _refuse(folder, other_options(old, given))
     if longer:
@@ -130,7 +130,7 @@ def start_or_resume(
         write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
         return Start(0, None)
 
-    longer = extend is not None and extends(old, options)
+    longer = extend is not None and is_extension(old, options)
     refuse_other_options(folder, {**old, "steps": options["steps"]} if longer else old, options)
     if facts is not None:
         _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
@@ -158,9 +158,13 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
 
 
 def resolved_model(config: ShiftConfig) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` with the model's values. Late fields that are off are None, as in the hash."""
+    """Return the fields of `ModelConfig` with the model's values.
+
+    Fields that were added later and are off are None, as in the hash.
+    """
     values = {name: getattr(config, name, None) for name in model_fields()}  # None: the family has no such field
-    values |= {name: values[name] or None for name in option_names(ModelConfig, Meaning.LATE) & values.keys()}
+    added_later = option_names(ModelConfig, OptionTrait.ADDED_LATER)
+    values |= {name: values[name] or None for name in added_later & values.keys()}
     rope = getattr(config, "rope_parameters", None) or {}
     return {**values, "rope_theta": rope.get("rope_theta"), "shift_targets": list(config.shift_targets)}
 

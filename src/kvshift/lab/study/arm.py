@@ -77,7 +77,7 @@ _NUMBERS = {
 }
 
 
-def arm_of_label(label: str) -> Arm:
+def arm_from_label(label: str) -> Arm:
     """Return the arm with a label: records written before `Arm` existed contain only labels."""
     variants = [name for name, words in _VARIANTS.items() if f"{label}, ".startswith(f"{words}, ")]
     if not variants:

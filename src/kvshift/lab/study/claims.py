@@ -74,7 +74,7 @@ def lower_loss(
     )
 
 
-def decided(holds: bool) -> Direction:
+def holds_if(holds: bool) -> Direction:
     """Return the direction of a claim that does not depend on seeds."""
     return "holds" if holds else "fails"
 

@@ -16,8 +16,8 @@ from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import DivergedError
-from kvshift.lab.core.options import Meaning, option_names, to_json
-from kvshift.lab.data.config import SHARED, DataConfig, find_shared
+from kvshift.lab.core.options import OptionTrait, option_names, to_json
+from kvshift.lab.data.config import SHARED_DATA_ENV, DataConfig, find_shared
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.resume import check_folder, other_options, refuse_other_options
 from kvshift.lab.runs.run import is_finished, read_run
@@ -95,11 +95,11 @@ class RunJob(ABC):
                 for name, accuracy in line.get("accuracy", {}).items():
                     curve.setdefault(name, []).append(accuracy)
         probes = {line["step"]: line for line in run.metrics if line["kind"] == "probes"}
-        names = {name: None for line in probes.values() for name in line if name not in _OF_A_LINE}
+        names = {name: None for line in probes.values() for name in line if name not in _LINE_FIELDS}
         curve |= {name: [probes.get(step, {}).get(name) for step in steps] for name in names}
         return {
             "config_hash": run.config["config_hash"],
-            "options": {name: value for name, value in run.config.items() if name not in _NO_OPTIONS},
+            "options": {name: value for name, value in run.config.items() if name not in _NOT_RECORDED},
             "environment": run.environment,
             "curve": curve,
             "result": {**run.result, "coefficients": run.coefficients()},
@@ -136,10 +136,10 @@ class MeasuredJob(TrainingJob):
     """Train one model, then measure it; the measurements are in a file in the run folder and among the results.
 
     Attributes:
-        measured: name of the result and of its file.
+        result_name: name of the result and of its file.
     """
 
-    measured: ClassVar[str]
+    result_name: ClassVar[str]
 
     @abstractmethod
     def measure(self, model: Any) -> dict[str, Any]:
@@ -159,11 +159,11 @@ class MeasuredJob(TrainingJob):
     def record(self, out: Path) -> dict[str, Any]:
         """Return the record of the run; its results include the measurements."""
         found = super().record(out)
-        found["result"][self.measured] = read_json(self._file(out))
+        found["result"][self.result_name] = read_json(self._file(out))
         return found
 
     def _file(self, out: Path) -> Path:
-        return out / f"{self.measured}.json"
+        return out / f"{self.result_name}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class TextJob(RunJob):
 
     Attributes:
         config: options of the run. A corpus and its validation text are either bundled, or files in the folder that
-            the environment variable `SHARED` names. Records name these files in the same way on every machine.
+            the environment variable `SHARED_DATA_ENV` names. Records name these files in the same way on every machine.
     """
 
     config: TrainConfig
@@ -186,14 +186,14 @@ class TextJob(RunJob):
 
     def is_finished(self, out: Path) -> bool:
         """Return True if the run is finished. Raise a LabError if `out` has other options or the text is missing."""
-        return out.exists() and check_folder(RunFolder(out), to_json(self._here()))
+        return out.exists() and check_folder(RunFolder(out), to_json(self._with_local_paths()))
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
         """See `Job`; the text need not be on this machine."""
         return other_options(options, to_json(self.config))
 
     def run(self, out: Path) -> None:
-        train(replace(self._here(), out=out), self.callbacks())
+        train(replace(self._with_local_paths(), out=out), self.callbacks())
 
     def callbacks(self) -> Sequence[TrainerCallback]:
         """Return additional callbacks of the Trainer."""
@@ -202,17 +202,17 @@ class TextJob(RunJob):
     def record(self, out: Path) -> dict[str, Any]:
         """Return the record without the losses of single sequences, which only `kvshift compare` reads."""
         found = super().record(out)
-        options = {**found["options"], "data": found["options"]["data"] | _text_of(self.config)}
+        options = {**found["options"], "data": found["options"]["data"] | _text_paths(self.config)}
         facts = options.pop("data_facts")
         result = {name: value for name, value in found["result"].items() if not name.endswith("_per_row")}
         digits = config_hash(options)
         return {**found, "options": {**options, "data_facts": facts}, "config_hash": digits, "result": result}
 
-    def _here(self) -> TrainConfig:
+    def _with_local_paths(self) -> TrainConfig:
         """Return the options with the paths of the text on this machine."""
         if not _is_file(self.config):
             return self.config
-        found = {name: find_shared(value) for name, value in _text_of(self.config).items()}
+        found = {name: find_shared(value) for name, value in _text_paths(self.config).items()}
         return replace(self.config, data=replace(self.config.data, **found))
 
 
@@ -260,8 +260,8 @@ class StudyJob(TextJob):
 
 
 def with_available_text(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs; if the environment variable `SHARED` is not set, the bundled corpus replaces text in files."""
-    if os.environ.get(SHARED):
+    """Return the jobs; if the variable `SHARED_DATA_ENV` is not set, the bundled corpus replaces text in files."""
+    if os.environ.get(SHARED_DATA_ENV):
         return [*jobs]
     return [job.on_bundled_text() if isinstance(job, RunJob) else job for job in jobs]
 
@@ -271,12 +271,12 @@ def _is_file(config: TrainConfig) -> bool:
     return "/" in config.data.corpus and config.data.hub_config is None
 
 
-def _text_of(config: TrainConfig) -> dict[str, str | None]:
+def _text_paths(config: TrainConfig) -> dict[str, str | None]:
     return {"corpus": config.data.corpus, "validation": config.data.validation}
 
 
-_OF_A_LINE = ("kind", "step", "tokens", "heads")
-_NO_OPTIONS = {"config_hash"} | option_names(TrainConfig, Meaning.OF_THE_MACHINE)
+_LINE_FIELDS = ("kind", "step", "tokens", "heads")
+_NOT_RECORDED = {"config_hash"} | option_names(TrainConfig, OptionTrait.MACHINE_SPECIFIC)
 
 
 @dataclass(frozen=True, kw_only=True)

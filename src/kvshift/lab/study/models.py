@@ -10,7 +10,7 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaConfig
 
 
-def sized(width: int, layers: int, variant: str, *, heads: int) -> ModelConfig:
+def paper_proportions(width: int, layers: int, variant: str, *, heads: int) -> ModelConfig:
     """Return a Llama with the paper's proportions: F = 8 E / 3, rounded up to a multiple of 8.
 
     With this F, the model sizes of Figure 9 are exact; the paper does not state F.
@@ -26,7 +26,7 @@ def sized(width: int, layers: int, variant: str, *, heads: int) -> ModelConfig:
     return with_variant(size, variant)
 
 
-def llama_of(record: Record) -> KVShiftLlamaConfig:
+def llama_config_from_record(record: Record) -> KVShiftLlamaConfig:
     """Return the configuration of a model trained on text, from its record."""
     model = from_json(ModelConfig, {**record.options["model"], "size": None, "config": None})
     tokens, length = record.options["data_facts"]["tokens"], record.options["data"]["sequence_length"]

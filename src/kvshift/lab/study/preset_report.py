@@ -9,7 +9,7 @@ from typing import Any
 from kvshift.lab.analysis.learning import steps_to_level
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.claims import Claim
-from kvshift.lab.study.recipe import Recipe, Record, Score, curves_by_label, diverged, reported
+from kvshift.lab.study.recipe import Recipe, Record, Score, curves_by_label, has_diverged, without_tuning_runs
 from kvshift.lab.study.tuning import best_rates, by_tuned_arm
 
 SMOKE = "The preset smoke only shows that everything runs: its verdicts mean nothing"
@@ -47,7 +47,7 @@ def section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequ
             parts.append(as_markdown(rows, left=None))
     if preset == "smoke":
         parts.insert(1, f"**{SMOKE}.**")
-    shown = reported(records)
+    shown = without_tuning_runs(records)
     if recipe.scored is not None:
         parts.append(_learning(shown, recipe.scored))
     if setting := _setting(shown):
@@ -112,7 +112,7 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
 
 
 def _last_loss(record: Record) -> str:
-    return "diverged" if diverged(record) else f"{record.curve['loss'][-1]:.4g}"
+    return "diverged" if has_diverged(record) else f"{record.curve['loss'][-1]:.4g}"
 
 
 def _setting(records: Sequence[Record]) -> str:

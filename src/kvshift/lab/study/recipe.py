@@ -133,12 +133,12 @@ class Recipe:
         return self.entry.presets
 
 
-def reported(records: Sequence[Record]) -> list[Record]:
+def without_tuning_runs(records: Sequence[Record]) -> list[Record]:
     """Return the records for claims and figures, without the tuning runs."""
     return [record for record in records if record.tunes is None]
 
 
-def diverged(record: Record) -> bool:
+def has_diverged(record: Record) -> bool:
     """Return True if the run ended because a number was not finite."""
     return "diverged_at" in record.result
 
@@ -180,7 +180,7 @@ def last_loss(record: Record) -> float:
 
 def paired_losses(ours: Mapping[int, Record], theirs: Mapping[int, Record]) -> list[tuple[float, float]] | None:
     """Return the last losses of two arms, paired by seed; None if a run diverged, because there is no interval then."""
-    if any(map(diverged, (*ours.values(), *theirs.values()))):
+    if any(map(has_diverged, (*ours.values(), *theirs.values()))):
         return None
     return [(last_loss(ours[seed]), last_loss(theirs[seed])) for seed in ours]
 

@@ -13,20 +13,20 @@ from tqdm.auto import tqdm
 
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
-from kvshift.lab.data.config import SHARED
+from kvshift.lab.data.config import SHARED_DATA_ENV
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.run import is_finished
 from kvshift.lab.study.entry import Cluster
 from kvshift.lab.study.jobs import with_available_text
 from kvshift.lab.study.recipe import Job, Recipe, Record
-from kvshift.lab.study.records import KeptRecords, record_of, write_records
+from kvshift.lab.study.records import RecordStore, record_of, write_records
+from kvshift.lab.study.report_progress import report_progress
 from kvshift.lab.study.sweep import sweep
 from kvshift.lab.study.tuning import at_best_rates, best_rates, tuning_jobs
-from kvshift.lab.study.watching import watching
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class StudyExecution:
     """The folders of the runs of one preset of a recipe, and how the runs execute.
 
     Attributes:
@@ -39,12 +39,12 @@ class Places:
 
     runs: Path
     folder: Path
-    store: KeptRecords | None = None
+    store: RecordStore | None = None
     workers: int | None = None
     cluster: Cluster = "local"
 
 
-def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], places: Places) -> list[Record]:
+def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], execution: StudyExecution) -> list[Record]:
     """Run the missing runs of a preset, and return the records of all runs, which are written to the recipe's folder.
 
     Raises:
@@ -58,40 +58,43 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], places: Places)
     tuning = []
     if size.grid is not None:
         tuning = tuning_jobs(with_available_text(recipe.jobs(preset, size.grid.seeds)), size.grid)
-    if places.store is not None:
-        places.store.refuse_to_forget([*tuning, *jobs])
+    if execution.store is not None:
+        execution.store.require_no_other_runs([*tuning, *jobs])
     say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
     if jobs != asked:
-        say(f"{SHARED} names no folder of text, so the bundled corpus, which is far smaller, is read repeatedly")
+        say(
+            f"{SHARED_DATA_ENV} names no folder of text, "
+            "so the bundled corpus, which is far smaller, is read repeatedly"
+        )
     records: list[Record] = []
     if tuning:
-        records = _run(tuning, places, earlier=[])
+        records = _run(tuning, execution, earlier=[])
         best = best_rates(records, recipe.tuned_by)
         for variant, rate in best.items():
             say(f"{variant}: learning rate {rate:.2g} is the best of the grid")
         jobs = at_best_rates(jobs, best)
-    return _run(jobs, places, earlier=records)
+    return _run(jobs, execution, earlier=records)
 
 
-def folder_of(folder: Path, job: Job) -> Path:
+def job_folder(folder: Path, job: Job) -> Path:
     """Return the folder of a job, below the folder of all runs."""
     name = re.sub(r"[^a-z0-9.]+", "-", job.arm.label.lower()).strip("-")
     return folder / name / f"seed-{job.seed}"
 
 
-def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> list[Record]:
+def _run(jobs: Sequence[Job], execution: StudyExecution, *, earlier: Sequence[Record]) -> list[Record]:
     """Run the unfinished jobs. Return and write the `earlier` records and those of all jobs.
 
     Args:
         jobs: either tuning or reported runs.
-        places: folders of the recipe.
+        execution: folders of the recipe.
         earlier: earlier records of this recipe.
 
     Raises:
         RunFailedError: if at least one run failed; the others are kept.
     """
-    runs, store = places.runs, places.store
-    folders = [(job, folder_of(runs, job)) for job in jobs]
+    runs, store = execution.runs, execution.store
+    folders = [(job, job_folder(runs, job)) for job in jobs]
     found = _find(folders, runs, store)
     if len(found) == len(folders):
         return [*earlier, *found.values()]
@@ -99,7 +102,7 @@ def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> l
         left = [place for number, place in enumerate(folders) if number not in found]
         work, problems = [(job, out) for job, out in left if not job.is_finished(out)], []
         if work:
-            with watching(work) as ended:
+            with report_progress(work) as ended:
                 start = time.monotonic()
 
                 def done(number: int, problem: str | None) -> None:
@@ -111,12 +114,12 @@ def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> l
                     if store is not None and problem is None:
                         store.add([record_of(job, out)])
 
-                problems = sweep(work, workers=places.workers, cluster=places.cluster, done=done)
+                problems = sweep(work, workers=execution.workers, cluster=execution.cluster, done=done)
         for number, (job, out) in enumerate(folders):
             if number not in found and job.is_finished(out):
                 found[number] = record_of(job, out)
         records = [*earlier, *(record for _, record in sorted(found.items()))]
-        write_records(places.folder / "records.jsonl", records)
+        write_records(execution.folder / "records.jsonl", records)
     if problems:
         listed = "\n  ".join(problems)
         raise RunFailedError(
@@ -125,7 +128,7 @@ def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> l
     return records
 
 
-def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: KeptRecords | None) -> dict[int, Record]:
+def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: RecordStore | None) -> dict[int, Record]:
     """Return the records of finished jobs, from their folders or from the store, by number, and add them to the store.
 
     Another process may be working in the folders, so folders of unfinished runs are not changed.

@@ -16,7 +16,7 @@ import joblib
 import psutil
 import torch
 
-from kvshift.lab.allocator import keep_memory
+from kvshift.lab.allocator import retain_freed_memory
 from kvshift.lab.core.errors import LabError, install_command
 from kvshift.lab.study.entry import Cluster
 from kvshift.lab.study.recipe import Job
@@ -70,7 +70,7 @@ def sweep(
                 stack.callback(os.environ.pop, "PYTHONSAFEPATH")
             stack.enter_context(joblib.parallel_config(backend=backend, n_jobs=workers))
             if backend == "loky":
-                stack.enter_context(_ending_together())
+                stack.enter_context(_forward_sigterm())
         as_they_end = "list" if cluster == "ray" else "generator_unordered"  # Ray's backend has no generators
         parallel: Any = joblib.Parallel(batch_size=1, return_as=as_they_end)  # type: ignore[arg-type]  # declared str
         if cluster == "ray":
@@ -85,7 +85,7 @@ def sweep(
 
 def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | None]:
     """Run one job in this process. Return its number and its error as text, or None."""
-    keep_memory()  # training steps on a CPU take 0.82 of the time with this: docs/findings.md
+    retain_freed_memory()  # training steps on a CPU take 0.82 of the time with this: docs/findings.md
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -103,7 +103,7 @@ def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | No
 
 
 @contextmanager
-def _ending_together() -> Iterator[None]:
+def _forward_sigterm() -> Iterator[None]:
     """Inside the block, pass SIGTERM on to the workers, which then save their state as on Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield

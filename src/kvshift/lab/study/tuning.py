@@ -10,7 +10,7 @@ from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.entry import Grid
 from kvshift.lab.study.jobs import RunJob
-from kvshift.lab.study.recipe import Job, Record, Score, accuracy_curve, diverged, last_mean
+from kvshift.lab.study.recipe import Job, Record, Score, accuracy_curve, has_diverged, last_mean
 
 
 def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
@@ -73,6 +73,6 @@ def reached_soonest(name: str, level: float, *, last: int) -> Score:
 def least_loss(*, last: int = 1) -> Score:
     """Score runs by the mean validation loss of the `last` evaluations; a run that diverged has the lowest score."""
     return Score(
-        lambda record: (-math.inf if diverged(record) else -last_mean(record, "loss", last),),
+        lambda record: (-math.inf if has_diverged(record) else -last_mean(record, "loss", last),),
         "the validation loss at the end",
     )

@@ -16,12 +16,12 @@ from tqdm.auto import tqdm
 from kvshift.lab.core.messages import say
 from kvshift.lab.study.recipe import Job
 
-_APART = 60.0  # seconds between two lines if stderr is not a terminal
+_REPORT_SECONDS = 60.0  # seconds between two lines if stderr is not a terminal
 _TAIL = 2**16  # bytes that are read from the end of a file of metrics
 
 
 @contextmanager
-def watching(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None = None) -> Iterator[set[int]]:
+def report_progress(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None = None) -> Iterator[set[int]]:
     """Report the number of finished jobs, the progress of the others and the estimated time left, inside the block.
 
     Args:
@@ -34,10 +34,10 @@ def watching(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None = None) 
     bar: Any = tqdm(
         total=len(jobs), leave=False, disable=None, bar_format="{desc} {bar:20} {elapsed}<{remaining}{postfix}"
     )
-    apart = seconds if seconds is not None else _APART if bar.disable else 1.0
+    apart = seconds if seconds is not None else _REPORT_SECONDS if bar.disable else 1.0
     end, start, ended = threading.Event(), time.monotonic(), set[int]()
 
-    def look() -> list[tuple[str, float]]:
+    def read_progress() -> list[tuple[str, float]]:
         """Return the progress of each job as text, empty if there is none to report, and as a share of its steps."""
         found = []
         for number, (job, out) in enumerate(jobs):
@@ -46,11 +46,11 @@ def watching(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None = None) 
             found.append((text, 1.0 if number in ended else done / total))
         return found
 
-    first = bar.initial = sum(share for _, share in look())
+    first = bar.initial = sum(share for _, share in read_progress())
 
     def watch() -> None:
         while not end.wait(apart):
-            found = look()
+            found = read_progress()
             done = sum(share for _, share in found)
             text, now = f"{len(ended)} of {len(jobs)} runs", "; ".join(text for text, _ in found if text)
             if not bar.disable:

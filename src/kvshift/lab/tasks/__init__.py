@@ -11,4 +11,4 @@ from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 from kvshift.lab.tasks.questions import Question, QuestionTask
 from kvshift.lab.tasks.registry import TaskConfig, WholeTask, config_class, make_task, task_name
-from kvshift.lab.tasks.streams import TaskBatches, evaluation_batches, generator_of
+from kvshift.lab.tasks.streams import TaskBatches, batch_generator, evaluation_batches

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvshift.lab.core.errors import require
 from kvshift.lab.core.seeds import generator_for
-from kvshift.lab.data.config import SHARED, DataConfig, find_shared
+from kvshift.lab.data.config import SHARED_DATA_ENV, DataConfig, find_shared
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
@@ -73,7 +73,7 @@ class MaskedTextTask:
         self.config = config
         files = {"corpus": config.corpus, "validation": config.validation}
         if "/" in config.corpus:
-            files = {name: find_shared(file) for name, file in files.items()} if os.environ.get(SHARED) else {}
+            files = {name: find_shared(file) for name, file in files.items()} if os.environ.get(SHARED_DATA_ENV) else {}
         given: dict[str, Any] = {name: file for name, file in files.items() if file is not None}
         data_config = DataConfig(vocab_size=config.vocab_size, sequence_length=config.length, **given)
         with tempfile.TemporaryDirectory() as scratch:

@@ -56,7 +56,7 @@ class NGramTask:
     Slices: "new" contains the labels of pairs that occur for the first time in their sequence (all labels if sequences
     are not packed); "repeated" contains the others.
 
-    Chance, for new: the guesser always names the most frequent x3. `best_guess` also gives the accuracy of guessers
+    Chance, for new: the guesser always names the most frequent x3. `best_accuracy` also gives the accuracy of guessers
     that know only x1 or only x2.
 
     Attributes:
@@ -74,7 +74,7 @@ class NGramTask:
         drawn = torch.randint(config.vocab_size, (config.pairs, 2), generator=generator)
         self.pairs = drawn.unique(dim=0)
         self.targets = torch.randint(config.vocab_size, (len(self.pairs),), generator=generator)
-        self.chance = {"new": self.best_guess("nothing")}
+        self.chance = {"new": self.best_accuracy("nothing")}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
         """Draw the next `batch_size` sequences; see `Task.batch`."""
@@ -85,7 +85,7 @@ class NGramTask:
         """Return each pair of the table once, in sequences of three tokens: (N, 3)."""
         return self._rows(torch.arange(len(self.pairs)).unsqueeze(1))
 
-    def best_guess(self, known: Literal["nothing", "x1", "x2"]) -> float:
+    def best_accuracy(self, known: Literal["nothing", "x1", "x2"]) -> float:
         """Return the accuracy over the table of the best answer for x3, given one token of the pair or none.
 
         sum_c max_x #{pairs with known token c and target x} / N

@@ -17,7 +17,7 @@ Split = Literal["training", "evaluation"]
 _SEEDS = 2**31  # seeds per split: torch's CPU generator uses 32 bits of the seed, and the highest one is the split
 
 
-def generator_of(split: Split, seed: int, number: int) -> torch.Generator:
+def batch_generator(split: Split, seed: int, number: int) -> torch.Generator:
     """Return the generator of one batch.
 
         seed of the generator = [split == evaluation] 2^31 + (seed_for("batches", seed) + number) mod 2^31
@@ -45,7 +45,7 @@ def evaluation_batches(task: Task, rows: int, batch_size: int, *, seed: int, fir
     """
     size = min(batch_size, rows)
     return [
-        task.batch(generator_of("evaluation", seed, first + number), min(size, rows - number * size))
+        task.batch(batch_generator("evaluation", seed, first + number), min(size, rows - number * size))
         for number in range(math.ceil(rows / size))
     ]
 
@@ -62,7 +62,7 @@ class TaskBatches(Dataset[Batch]):
         for name, value in (("batch_size", batch_size), ("batches", batches)):
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
-        generator_of(split, seed, batches - 1)  # raises an error for an invalid split or number
+        batch_generator(split, seed, batches - 1)  # raises an error for an invalid split or number
         self.task = task
         self.split: Split = split
         self.seed, self.batch_size, self.batches = seed, batch_size, batches
@@ -73,7 +73,7 @@ class TaskBatches(Dataset[Batch]):
     def __getitem__(self, number: int) -> Batch:
         if not 0 <= number < self.batches:
             raise IndexError(f"number must lie in 0 ... {self.batches - 1}, got {number}")
-        return self.task.batch(generator_of(self.split, self.seed, number), self.batch_size)
+        return self.task.batch(batch_generator(self.split, self.seed, number), self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[number] for number in range(self.batches))

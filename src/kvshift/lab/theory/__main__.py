@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for coefficients in checks.COEFFICIENTS
         ],
         "places": [
-            {"coefficients": coefficients, "loss": checks.check_places(8, coefficients)}
+            {"coefficients": coefficients, "loss": checks.check_positions(8, coefficients)}
             for coefficients in checks.COEFFICIENTS
         ],
         "monte_carlo": checks.check_monte_carlo(options.monte_carlo_draws, options.width, seed=options.seed),

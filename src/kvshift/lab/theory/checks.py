@@ -209,7 +209,7 @@ def check_logits(tokens: int, coefficients: Sequence[float]) -> dict[str, dict[s
     }
 
 
-def check_places(tokens: int, coefficients: Sequence[float]) -> list[float]:
+def check_positions(tokens: int, coefficients: Sequence[float]) -> list[float]:
     """Return the loss with U = I for i = 1 .. T - 1.
 
     The closed form holds for 2 <= i <= T - 2. The paper states 1 < i < T instead.

@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvshift.lab.core.seeds import seed_for
-from kvshift.lab.runs.progress import counted
-from kvshift.lab.tasks import generator_of
+from kvshift.lab.runs.progress import with_progress
+from kvshift.lab.tasks import batch_generator
 from kvshift.lab.tasks.questions import Question, QuestionTask
 from kvshift.lab.variants.continuing import continue_rows
 
 
-def ask(
+def answer_accuracy(
     model: Any, task: QuestionTask, count: int, *, seed: int, batch_size: int, shown: bool = False
 ) -> dict[str, dict[str, float]]:
     """Compute a model's accuracy on the first `count` questions of `seed`.
@@ -33,29 +33,31 @@ def ask(
         sqrt(p (1 - p) / n); and "questions", their number n.
     """
     # The seed is in the half of all seeds reserved for evaluation, behind the seeds of all evaluation batches.
-    questions = task.questions(generator_of("evaluation", seed, 2**31 - 1), count)
+    questions = task.questions(batch_generator("evaluation", seed, 2**31 - 1), count)
     # Answers of similar length end together, and prompts of equal length need no padding.
     order = sorted(range(len(questions)), key=lambda number: len(questions[number].prompt))
     right: dict[str, list[bool]] = {}
-    for start in counted(range(0, len(order), batch_size), "questions", "batches", shown=shown):
+    for start in with_progress(range(0, len(order), batch_size), "questions", "batches", shown=shown):
         asked = [questions[number] for number in order[start : start + batch_size]]
-        for question, tokens in zip(asked, answer(model, task, asked, seed=seed + start), strict=True):
+        for question, tokens in zip(asked, generate_answers(model, task, asked, seed=seed + start), strict=True):
             for measure, holds in task.judge(question, tokens).items():
                 right.setdefault(measure, []).append(bool(holds))
     return {measure: _share(found) for measure, found in sorted(right.items())}
 
 
-def answer(model: Any, task: QuestionTask, questions: Sequence[Question], *, seed: int) -> list[Tensor]:
+def generate_answers(model: Any, task: QuestionTask, questions: Sequence[Question], *, seed: int) -> list[Tensor]:
     """Return the generated tokens for each prompt, (N,) int64, cut off before the task's end token."""
     drawn = {"temperature": task.temperature, "top_k": 0, "top_p": 1.0} if task.temperature else {}
-    how = GenerationConfig(
+    generation_config = GenerationConfig(
         do_sample=task.temperature > 0,
         max_new_tokens=task.max_new_tokens,
         eos_token_id=task.end_token,
         pad_token_id=task.end_token,
         **drawn,
     )
-    written = continue_rows(model, [question.prompt for question in questions], how, seed=seed_for("answers", seed))
+    written = continue_rows(
+        model, [question.prompt for question in questions], generation_config, seed=seed_for("answers", seed)
+    )
     return [_before(tokens, task.end_token) for tokens in written.cpu()]
 
 

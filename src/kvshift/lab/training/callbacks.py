@@ -22,7 +22,7 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import say
 from kvshift.lab.runs.folder import Metrics
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.runs.progress import SECONDS_APART, Counter
+from kvshift.lab.runs.progress import SECONDS_BETWEEN_LINES, ProgressReporter
 from kvshift.lab.variants.variant import shift_layers
 
 
@@ -67,26 +67,26 @@ class GracefulStop(TrainerCallback):
     """
 
     def __init__(self, processes: Processes) -> None:
-        self.number = self._heard = 0
+        self.number = self._received = 0
         self._processes = processes
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Handle the two signals within the context. A second signal ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._before = before
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous_handlers = before
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._heard = number
-        for each, handler in self._before.items():
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        for each, handler in self._previous_handlers.items():
             signal.signal(each, handler)
         name = signal.Signals(number).name
         # `print` is unsafe in a signal handler: it may interrupt another print in the middle of a line.
@@ -94,7 +94,7 @@ class GracefulStop(TrainerCallback):
             os.write(2, f"\nkvshift: {name}: stopping after this step; a second signal stops at once\n".encode())
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.number = self._processes.all_reduce_max(self._heard)
+        self.number = self._processes.all_reduce_max(self._received)
         if self.number:
             control.should_save = control.should_training_stop = True
 
@@ -114,29 +114,33 @@ class Recorder(TrainerCallback):
         self, metrics: Metrics | None, tokens_per_step: int, evaluation: Callable[[dict[str, Any]], Evaluation]
     ) -> None:
         self._metrics, self._tokens, self._evaluation = metrics, tokens_per_step, evaluation
-        self._before = metrics.seconds if metrics else 0.0
-        self._start = self._mark = time.perf_counter()
-        self._spent, self._steps = 0.0, 0
+        self._earlier_seconds = metrics.seconds if metrics else 0.0
+        self._start = self._last_time = time.perf_counter()
+        self._step_time, self._timed_steps = 0.0, 0
         self.step_seconds = 0.0
 
     @property
     def seconds(self) -> float:
         """Training time in seconds, with evaluations and checkpoints, without the time between stop and resumption."""
-        return self._before + time.perf_counter() - self._start
+        return self._earlier_seconds + time.perf_counter() - self._start
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._start = self._mark = time.perf_counter()
+        self._start = self._last_time = time.perf_counter()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         now = time.perf_counter()
-        self._spent, self._steps, self._mark = self._spent + now - self._mark, self._steps + 1, now
+        self._step_time, self._timed_steps, self._last_time = (
+            self._step_time + now - self._last_time,
+            self._timed_steps + 1,
+            now,
+        )
 
     def on_save(self, *args: Any, **kwargs: Any) -> None:
-        self._mark = time.perf_counter()
+        self._last_time = time.perf_counter()
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
-            self.step_seconds = self._spent / max(self._steps, 1)
+            self.step_seconds = self._step_time / max(self._timed_steps, 1)
             self._write(
                 "train",
                 state,
@@ -146,8 +150,8 @@ class Recorder(TrainerCallback):
                 step_seconds=self.step_seconds,
                 seconds=self.seconds,
             )
-            self._spent, self._steps = 0.0, 0
-        self._mark = time.perf_counter()
+            self._step_time, self._timed_steps = 0.0, 0
+        self._last_time = time.perf_counter()
 
     def on_evaluate(
         self,
@@ -164,7 +168,7 @@ class Recorder(TrainerCallback):
             self._write("probes", state, **found.probes)
         for number, layer in enumerate(coefficients(model)):
             self._write("coefficients", state, layer=number, **layer)
-        self._mark = time.perf_counter()
+        self._last_time = time.perf_counter()
 
     def _write(self, kind: str, state: TrainerState, **values: Any) -> None:
         if self._metrics is not None:
@@ -198,8 +202,8 @@ class Progress(TrainerCallback):
         """
         self._recorder, self._evaluation, self._tokens, self._shown = recorder, evaluation, tokens_per_step, shown
         self._bar: Any = None
-        self._evaluating: Counter | None = None
-        self._first, self._start, self._said = 0, 0.0, -SECONDS_APART
+        self._evaluating: ProgressReporter | None = None
+        self._first, self._start, self._said = 0, 0.0, -SECONDS_BETWEEN_LINES
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._first, self._start = state.global_step, time.perf_counter()
@@ -220,7 +224,7 @@ class Progress(TrainerCallback):
         rate = f"{self._tokens / max(self._recorder.step_seconds, 1e-9):,.0f} tokens/s"
         self._bar.set_postfix_str(f"loss {logs['loss']:.4f}, {rate}", refresh=False)
         now = time.perf_counter()
-        if self._shown and self._bar.disable and now - self._said >= SECONDS_APART:
+        if self._shown and self._bar.disable and now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now
             left = (now - self._start) / (state.global_step - self._first) * (state.max_steps - state.global_step)
             say(
@@ -232,7 +236,7 @@ class Progress(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
         if self._evaluating is None:
-            self._evaluating = Counter("evaluation", len(eval_dataloader), "batches", shown=self._shown)
+            self._evaluating = ProgressReporter("evaluation", len(eval_dataloader), "batches", shown=self._shown)
         self._evaluating.update()
 
     def on_evaluate(

@@ -23,8 +23,8 @@ from kvshift.lab.core.atomic import remove_folder
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
 from kvshift.lab.runs.folder import Metrics, RunFolder
-from kvshift.lab.runs.overwriting import refuse_what_is_no_run
-from kvshift.lab.runs.processes import PATIENCE, Processes
+from kvshift.lab.runs.overwriting import require_only_run_files
+from kvshift.lab.runs.processes import COLLECTIVE_TIMEOUT, Processes
 from kvshift.lab.runs.resume import Start, check_folder, require_run_folder
 from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, gather_full
 from kvshift.lab.training.tensor_parallel import check_tensor_parallel, parallelism_size
@@ -57,7 +57,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
     stack.enter_context(folder.locked())
     if isinstance(config, TrainConfig):
         if config.overwrite and folder.config.exists():
-            refuse_what_is_no_run(folder, config.init_from)
+            require_only_run_files(folder, config.init_from)
             return False
         return check_folder(folder, options, extend=config.extend)
     return check_folder(folder, options)
@@ -81,9 +81,9 @@ def fsdp_is_ignored(trainer: RunTrainer) -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not trainer.is_fsdp_enabled
 
 
-def resolved(config: RunConfig) -> dict[str, Any]:
+def resolve_defaults(config: RunConfig) -> dict[str, Any]:
     """Return the values of the fields whose defaults depend on the machine or on other fields."""
-    cpu = on_cpu(config)
+    cpu = uses_cpu(config)
     bf16 = (not cpu and torch.cuda.is_bf16_supported()) if config.bf16 == "auto" else config.bf16 == "yes"
     return {
         "bf16": "yes" if bf16 else "no",
@@ -92,29 +92,29 @@ def resolved(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def on_cpu(config: RunConfig) -> bool:
+def uses_cpu(config: RunConfig) -> bool:
     """Return True if the run uses the CPU."""
     return config.device == "cpu" or not torch.cuda.is_available()
 
 
 @contextmanager
-def friendly_errors(config: RunConfig, way_out: str) -> Iterator[None]:
+def friendly_errors(config: RunConfig, memory_advice: str) -> Iterator[None]:
     """Convert interruptions, out-of-memory errors and disk errors to a LabError that tells the user what to do.
 
     Args:
         config: options of the run.
-        way_out: advice on how to use less memory without changing the results of the run.
+        memory_advice: advice on how to use less memory without changing the results of the run.
     """
     try:
         yield
     except KeyboardInterrupt:
         raise InterruptedRunError(f"interrupted; the same command resumes the run in {config.out}") from None
     except torch.OutOfMemoryError as error:
-        raise RunFailedError(f"out of memory: {error}. {way_out}") from error
+        raise RunFailedError(f"out of memory: {error}. {memory_advice}") from error
     except RuntimeError as error:  # PyTorch has no separate class for running out of CPU memory
         if "can't allocate memory" not in str(error) and "Storage size calculation overflowed" not in str(error):
             raise
-        raise RunFailedError(f"out of memory: {error}. {way_out}") from error
+        raise RunFailedError(f"out of memory: {error}. {memory_advice}") from error
     except OSError as error:  # from writers other than the checkpoints', such as TensorBoard's
         if error.errno not in _DISK:
             raise
@@ -181,7 +181,7 @@ def training_arguments(config: RunConfig, *, accumulation: int, batch_size: int)
         dataloader_pin_memory=config.device == "cuda",
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
-        ddp_timeout=int(PATIENCE.total_seconds()),
+        ddp_timeout=int(COLLECTIVE_TIMEOUT.total_seconds()),
         **switches,
     )
     if arguments.n_gpu > 1:  # one process uses one GPU; torchrun starts more processes
@@ -189,7 +189,7 @@ def training_arguments(config: RunConfig, *, accumulation: int, batch_size: int)
     return arguments
 
 
-def attach(
+def add_callbacks(
     stack: ExitStack,
     trainer: RunTrainer,
     config: RunConfig,
@@ -276,7 +276,7 @@ def fit(
     if (checkpoint := start.checkpoint) is not None:
         processes.main_first(lambda: require_readable(Path(checkpoint), trainer, processes.count))
         trainer.restore_running_loss(checkpoint)
-    with graceful_stop.listening():
+    with graceful_stop.handle_signals():
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
     if graceful_stop.number and step < trainer.args.max_steps:
@@ -287,7 +287,7 @@ def fit(
             graceful_stop.number,
         )
     seconds = recorder.seconds
-    if not trainer.evaluated:  # the run was interrupted between its last checkpoint and its end
+    if not trainer.has_evaluated:  # the run was interrupted between its last checkpoint and its end
         trainer.remove_callback(recorder)
         trainer.remove_callback(TensorBoardCallback)  # already closed; it would open a new writer in OUT/runs
         trainer.evaluate()
@@ -356,7 +356,7 @@ def save_model(
             shutil.rmtree(former, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:
         problem = error
-    if processes.any(problem is not None):
+    if processes.any_process(problem is not None):
         if problem is None:
             raise SystemExit(RunFailedError.exit_code)
         raise RunFailedError(

@@ -14,7 +14,7 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.runs.progress import counted
+from kvshift.lab.runs.progress import with_progress
 from kvshift.lab.tasks import Batch, Task, TaskBatches, concatenate, count_correct
 from kvshift.lab.training.callbacks import Evaluation
 from kvshift.lab.training.train_config import RunConfig
@@ -53,7 +53,7 @@ class TaskTrainer(RunTrainer):
         )
 
     @property
-    def evaluated(self) -> bool:
+    def has_evaluated(self) -> bool:
         return self.scores is not None
 
     def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
@@ -64,7 +64,7 @@ class TaskTrainer(RunTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Score the evaluation batches, log the results and run the callbacks."""
-        batches = counted(self._batches, "evaluation", "batches", shown=self._config.progress)
+        batches = with_progress(self._batches, "evaluation", "batches", shown=self._config.progress)
         self.scores = score(self.model, batches, self._task.slice_names, self.args.device, dropout=self._dropout)
         self._require_finite_loss(math.isfinite(self.scores["loss"]))
         accuracy = {f"eval_{name}": value for name, value in self.scores["accuracy"].items() if value is not None}
@@ -122,7 +122,7 @@ class EarlyStopping(TrainerCallback):
 
     def __init__(self, slice_name: str, level: float, evaluations: int, before: Iterable[float | None] = ()) -> None:
         """Create the callback; `before` are the accuracies up to the checkpoint from which the run resumes."""
-        self._slice, self._level, self._wanted = slice_name, level, evaluations
+        self._slice, self._level, self._needed = slice_name, level, evaluations
         self._count = 0
         for accuracy in before:
             self._add(accuracy)
@@ -130,7 +130,7 @@ class EarlyStopping(TrainerCallback):
     @property
     def reached(self) -> bool:
         """True once training should end."""
-        return self._count >= self._wanted
+        return self._count >= self._needed
 
     def _add(self, accuracy: float | None) -> None:
         self._count = self._count + 1 if accuracy is not None and accuracy >= self._level else 0

@@ -22,10 +22,10 @@ from transformers.utils.logging import disable_progress_bar
 from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.core.messages import say
-from kvshift.lab.core.options import MACHINE, from_json, to_json
+from kvshift.lab.core.options import MACHINE_SPECIFIC, from_json, to_json
 from kvshift.lab.runs.folder import RunFolder, read_metrics
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.runs.progress import counted
+from kvshift.lab.runs.progress import with_progress
 from kvshift.lab.runs.resume import start_or_resume
 from kvshift.lab.tasks import (
     Batch,
@@ -39,17 +39,17 @@ from kvshift.lab.tasks import (
     task_name,
 )
 from kvshift.lab.tasks.questions import QuestionTask
-from kvshift.lab.training.answers import ask
+from kvshift.lab.training.answers import answer_accuracy
 from kvshift.lab.training.running import (
-    attach,
+    add_callbacks,
     fit,
     friendly_errors,
-    on_cpu,
     open_run,
     peak_memory,
-    resolved,
+    resolve_defaults,
     save_model,
     training_arguments,
+    uses_cpu,
 )
 from kvshift.lab.training.task_trainer import EarlyStopping, TaskTrainer, score
 from kvshift.lab.training.train_config import RunConfig
@@ -68,7 +68,7 @@ class TaskTrainConfig(RunConfig):
     for all runs.
     """
 
-    out: Path = field(default=Path(), metadata=MACHINE)
+    out: Path = field(default=Path(), metadata=MACHINE_SPECIFIC)
     """Folder of the run; created if missing. Recipes fill it in."""
     task: TaskConfig
     """Config of the task to learn, a class in `kvshift.lab.tasks`."""
@@ -92,10 +92,10 @@ class TaskTrainConfig(RunConfig):
     row. None: always train `steps` steps."""
     stop_after: int = 3
     """Number of evaluations in a row for `stop_at`."""
-    progress: bool = field(default=False, metadata=MACHINE)
+    progress: bool = field(default=False, metadata=MACHINE_SPECIFIC)
     """Show progress and evaluations on stderr. The output of concurrent runs would be interleaved."""
     save_every: int = 1000
-    report_to: tuple[str, ...] = field(default=(), metadata=MACHINE)
+    report_to: tuple[str, ...] = field(default=(), metadata=MACHINE_SPECIFIC)
     log_every: int = 50
 
     def check(self) -> None:
@@ -153,7 +153,7 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
     )
     with friendly_errors(config, smaller), ExitStack() as stack:
         if not open_run(stack, folder, config, task_options(config)):
-            _run(stack, dataclasses.replace(config, **resolved(config)), folder)
+            _run(stack, dataclasses.replace(config, **resolve_defaults(config)), folder)
     result = folder.read(folder.result)
     assert result is not None
     return result
@@ -180,7 +180,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         freeze_shift=config.model.freeze_shift,
         zero_outputs=isinstance(config.model, ModelConfig) and bool(config.model.zero_outputs),
     )
-    processes = Processes(cpu=on_cpu(config))
+    processes = Processes(cpu=uses_cpu(config))
     start = start_or_resume(folder, task_options(config), processes, say)
     batches = TaskBatches(
         task,
@@ -200,7 +200,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         dropout_at_eval=config.dropout_at_eval,
     )
     tokens = config.accumulation * config.batch_size * task.length
-    recorder, graceful_stop = attach(
+    recorder, graceful_stop = add_callbacks(
         stack, trainer, config, folder, processes, start, tokens_per_step=tokens, log_evaluations=config.progress
     )
     if config.stop_at is not None:
@@ -215,13 +215,13 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     scores = trainer.scores
     if config.final_eval_rows is not None:
         batches = _evaluation_batches(task, config.final_eval_rows, at_a_time)
-        batches = counted(batches, "last evaluation", "batches", shown=config.progress)
+        batches = with_progress(batches, "last evaluation", "batches", shown=config.progress)
         device = trainer.args.device
         scores = score(model, batches, task.slice_names, device, dropout=config.dropout_at_eval)
     answers = {}
     if isinstance(task, QuestionTask) and config.questions:
         model.eval()
-        answers = ask(model, task, config.questions, seed=0, batch_size=at_a_time, shown=config.progress)
+        answers = answer_accuracy(model, task, config.questions, seed=0, batch_size=at_a_time, shown=config.progress)
     save_model(trainer, folder, processes)
     recorded = folder.read(folder.config) or {}
     write_json(

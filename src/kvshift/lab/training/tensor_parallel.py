@@ -44,24 +44,24 @@ def check_tensor_parallel(config: RunConfig) -> None:
     if size == 1:
         return
     if not isinstance(config, TrainConfig):
-        raise LabError(f"{_asked()}, expected 1: only `kvshift train` supports it")
+        raise LabError(f"{_tp_size()}, expected 1: only `kvshift train` supports it")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes != size:
-        raise LabError(f"{_asked()}, expected {processes}, the number of processes: all of them share one model")
+        raise LabError(f"{_tp_size()}, expected {processes}, the number of processes: all of them share one model")
     for name in ("FSDP", "DEEPSPEED"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            raise LabError(f"{_asked()} and ACCELERATE_USE_{name} is true: `kvshift train` does not combine them")
+            raise LabError(f"{_tp_size()} and ACCELERATE_USE_{name} is true: `kvshift train` does not combine them")
     for name, unset in (("tune", None), ("probes", None), ("compile", False)):
         value = getattr(config, name)
         if value != unset:
-            raise LabError(f"{name} is {value!r}, expected {unset}: {_asked()}, which does not support it")
+            raise LabError(f"{name} is {value!r}, expected {unset}: {_tp_size()}, which does not support it")
     require_gpu(config)
 
 
 def require_gpu(config: RunConfig) -> None:
     """Raise a LabError if the run uses the CPU."""
     if config.device == "cpu" or not torch.cuda.is_available():
-        raise LabError(f"{_asked()}, expected 1 on a CPU: accelerate supports it only on GPUs")
+        raise LabError(f"{_tp_size()}, expected 1 on a CPU: accelerate supports it only on GPUs")
 
 
 def check_model(model: nn.Module, *, accumulation: int) -> None:
@@ -77,7 +77,7 @@ def check_model(model: nn.Module, *, accumulation: int) -> None:
     config = cast(PreTrainedModel, model).config
     if type(model) is not KVShiftLlamaForCausalLM:
         raise LabError(
-            f"{_asked()}, expected 1 for a model of model_type {config.model_type}: only kvshift_llama shards "
+            f"{_tp_size()}, expected 1 for a model of model_type {config.model_type}: only kvshift_llama shards "
             "the coefficients like the heads"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
@@ -85,24 +85,24 @@ def check_model(model: nn.Module, *, accumulation: int) -> None:
             raise LabError(f"model.{name} must be a multiple of parallelism_config_tp_size, {size}; got {value}")
     if config.attention_dropout:
         raise LabError(
-            f"attention_dropout is {config.attention_dropout}, expected 0: {_asked()}, and all processes would "
+            f"attention_dropout is {config.attention_dropout}, expected 0: {_tp_size()}, and all processes would "
             "drop the same positions"
         )
     if config.qk_norm and accumulation > 1:
         # After each backward pass, ReplicatedWithGradAllReduce sums all of `param.grad` over the processes, not only
         # the gradient that this pass has added to it.
         raise LabError(
-            f"model.qk_norm is True and a step has {accumulation} forward passes, expected 1: {_asked()}, with which "
+            f"model.qk_norm is True and a step has {accumulation} forward passes, expected 1: {_tp_size()}, with which "
             "transformers does not accumulate the gradients of QK-norm correctly. Give batch_size = tokens_per_step / "
             "data.sequence_length"
         )
 
 
-def _asked() -> str:
+def _tp_size() -> str:
     return f"parallelism_config_tp_size is {tensor_parallel_size()} (tensor parallelism)"
 
 
-def divide(
+def shard_model(
     model: KVShiftLlamaForCausalLM, checkpoint: str | None, folder: RunFolder, processes: Processes
 ) -> KVShiftLlamaForCausalLM:
     """Return the model with this process's part of the weights. All processes must call this function.
@@ -132,13 +132,13 @@ def divide(
     for name, parameter in divided.named_parameters():
         parameter.requires_grad_(model.get_parameter(name).requires_grad)
     divided.generation_config = model.generation_config
-    processes.any(False)  # wait until all processes have read the weights
+    processes.any_process(False)  # wait until all processes have read the weights
     if processes.is_main:
         remove_folder(part)
     return divided
 
 
-def keep_optimizer_state_whole(optimizer: torch.optim.Optimizer) -> None:
+def gather_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's `state_dict` gather the state of sharded parameters and `load_state_dict` shard it again.
 
     All processes must call these two methods together.
@@ -151,19 +151,19 @@ def keep_optimizer_state_whole(optimizer: torch.optim.Optimizer) -> None:
         }
         return {**state_dict, "state": states}
 
-    def divide(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def shard(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = {
-            number: {name: _divided_like(parameters[number], value) for name, value in state.items()}
+            number: {name: _shard_like(parameters[number], value) for name, value in state.items()}
             for number, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states}
 
     optimizer.register_state_dict_post_hook(gather)
-    optimizer.register_load_state_dict_pre_hook(divide)
+    optimizer.register_load_state_dict_pre_hook(shard)
 
 
-def _divided_like(parameter: Tensor, value: Tensor) -> Tensor:
+def _shard_like(parameter: Tensor, value: Tensor) -> Tensor:
     """Shard a running mean of gradients like its parameter; return the step count, of another shape, unchanged."""
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value

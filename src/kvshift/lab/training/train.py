@@ -22,7 +22,7 @@ from kvshift.lab.data.text import TextData, load_text_data
 from kvshift.lab.data.tokenizers import save_tokenizer
 from kvshift.lab.runs.extending import with_recorded_warmup
 from kvshift.lab.runs.folder import RunFolder, read_metrics
-from kvshift.lab.runs.overwriting import next_tokenizer
+from kvshift.lab.runs.overwriting import pending_tokenizer
 from kvshift.lab.runs.pretrained import (
     find_pretrained,
     fitting_config,
@@ -34,18 +34,18 @@ from kvshift.lab.runs.processes import Processes
 from kvshift.lab.runs.resume import data_facts, resolved_model, start_or_resume
 from kvshift.lab.training.probes import check_probes
 from kvshift.lab.training.running import (
-    attach,
+    add_callbacks,
     fit,
     friendly_errors,
     fsdp_is_ignored,
-    on_cpu,
     open_run,
     peak_memory,
-    resolved,
+    resolve_defaults,
     save_model,
     training_arguments,
+    uses_cpu,
 )
-from kvshift.lab.training.tensor_parallel import check_model, divide, tensor_parallel_size
+from kvshift.lab.training.tensor_parallel import check_model, shard_model, tensor_parallel_size
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.training.tuned_part import merge_lora, tune_part
@@ -71,7 +71,7 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
         InterruptedRunError: the run was ended by SIGINT or SIGTERM (128 + signal number).
     """
     config = dataclasses.replace(config, model=resolve_variant(config.model))
-    processes = Processes(cpu=on_cpu(config))
+    processes = Processes(cpu=uses_cpu(config))
     folder = RunFolder(config.out)
     say = _say if processes.is_main else quiet
     disable_progress_bar()  # which transformers shows for every file that it writes
@@ -99,8 +99,8 @@ def _run(
     replaces = config.overwrite and folder.config.exists()
     if not replaces:
         config = with_recorded_warmup(config, folder)
-    tokenizer = next_tokenizer(folder) if replaces else folder.tokenizer
-    stack.callback(remove_folder, next_tokenizer(folder).parent)  # for a new run that fails before it begins
+    tokenizer = pending_tokenizer(folder) if replaces else folder.tokenizer
+    stack.callback(remove_folder, pending_tokenizer(folder).parent)  # for a new run that fails before it begins
     source = None
     if config.init_from is not None:
         source = find_pretrained(config.init_from, say)
@@ -117,7 +117,7 @@ def _run(
     models = processes.count // tensor_parallel_size()
     accumulation = config.accumulation(models)
     tokens_per_step = accumulation * config.batch_size * config.data.sequence_length * models
-    config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolved(config))
+    config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolve_defaults(config))
     options = to_json(config)
     options["model"] |= resolved_model(model_config)
     facts = data_facts(data)
@@ -140,12 +140,12 @@ def _run(
         sizes["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.probes is not None:
         check_probes(model)
-    processes.any(False)  # wait until all processes have read the files that the first one changes next
+    processes.any_process(False)  # wait until all processes have read the files that the first one changes next
     start = processes.main_first(
         lambda: start_or_resume(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
     )
     if tensor_parallel_size() > 1:
-        model = divide(model, start.checkpoint, folder, processes)
+        model = shard_model(model, start.checkpoint, folder, processes)
     model.config.use_cache = False  # a KV cache would take memory in every training step
     variant = find_variant(variant_of(options["model"]))
     # With init_from, the only variants are vanilla and kv-shift.
@@ -166,7 +166,9 @@ def _run(
     )
     if fsdp_is_ignored(trainer):
         say("FSDP is ignored: accelerate uses it only on GPUs. Each process has the full model (DDP)")
-    recorder, graceful_stop = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
+    recorder, graceful_stop = add_callbacks(
+        stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step
+    )
     for callback in callbacks:
         trainer.add_callback(callback)
     seconds = fit(trainer, recorder, graceful_stop, start, processes)

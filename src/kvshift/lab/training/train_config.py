@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvshift.lab.core import options
 from kvshift.lab.core.errors import LabError, require
-from kvshift.lab.core.options import CALL, FREE, LATE, MACHINE, options_hash
+from kvshift.lab.core.options import ADDED_LATER, MACHINE_SPECIFIC, NO_EFFECT_ON_RESULTS, ONE_CALL_ONLY, options_hash
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.variants.model_config import ModelConfig
 
@@ -68,7 +68,7 @@ class OptimizerConfig:
 class RunConfig:
     """Options that all training runs have, on text and on tasks."""
 
-    out: Path = field(metadata=MACHINE)
+    out: Path = field(metadata=MACHINE_SPECIFIC)
     """Folder of the run; created if missing."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 300
@@ -83,11 +83,11 @@ class RunConfig:
     """Evaluate on only the first N validation sequences. None: all."""
     save_every: int = 100
     """Number of steps between checkpoints; there is always one after the last step."""
-    keep_checkpoints: int = field(default=2, metadata=FREE)
+    keep_checkpoints: int = field(default=2, metadata=NO_EFFECT_ON_RESULTS)
     """How many recent checkpoints to keep."""
     log_every: int = 10
     """Number of steps between lines of training metrics, each of which is a mean over these steps."""
-    report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE)
+    report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE_SPECIFIC)
     """Experiment trackers besides metrics.jsonl, by their names in transformers: tensorboard (in OUT/tensorboard),
     wandb (in OUT/wandb), mlflow ... Give the option without a value for none."""
     compile: bool = False
@@ -98,9 +98,9 @@ class RunConfig:
     """Mixed precision: bfloat16 matrix products, float32 weights. auto: yes on GPUs that support it, no on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: a GPU if there is one."""
-    data_workers: int = field(default=0, metadata=MACHINE)
+    data_workers: int = field(default=0, metadata=MACHINE_SPECIFIC)
     """Number of worker processes that load training sequences. 0: the training process loads them."""
-    progress: bool = field(default=True, metadata=MACHINE)
+    progress: bool = field(default=True, metadata=MACHINE_SPECIFIC)
     """Show progress on stderr: a bar in a terminal, otherwise a line at most every ten seconds."""
 
     def check(self) -> None:
@@ -123,27 +123,27 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """Options of one training run on text. Repeating the same command resumes an interrupted run."""
 
-    init_from: str | None = field(default=None, metadata=LATE)
+    init_from: str | None = field(default=None, metadata=ADDED_LATER)
     """Start from the weights and the tokenizer of this model: a run folder, a model folder, or a name on the hub. It
     must be a Llama, with or without KV shift, or an output of `kvshift retrofit`. With a Llama, `model` options that
     are not given are taken from it, and an added shift is initialised to the identity."""
-    tune: Literal["shift", "current", "lora", "shift+lora"] | None = field(default=None, metadata=LATE)
+    tune: Literal["shift", "current", "lora", "shift+lora"] | None = field(default=None, metadata=ADDED_LATER)
     """Train only a part of the model. shift: the coefficients. current: the coefficients of the current token. lora:
     low-rank additions to the attention projections, merged at the end. shift+lora: both. Checkpoints contain only that
     part. None: all weights."""
-    lora_rank: int | None = field(default=None, metadata=LATE)
+    lora_rank: int | None = field(default=None, metadata=ADDED_LATER)
     """Rank of LoRA. None: 8."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    probes: Literal["induction"] | None = field(default=None, metadata=FREE)
+    probes: Literal["induction"] | None = field(default=None, metadata=NO_EFFECT_ON_RESULTS)
     """What to measure at each evaluation besides the loss; training itself is not affected. induction: scores of the
     heads on repeated random tokens, and the validation loss by whether a pair of tokens occurred before."""
     tokens_per_step: int | None = None
     """Tokens per optimizer step over all devices. If that is more than batch_size x sequence_length x devices,
     gradients are accumulated. None: exactly that product."""
-    extend: bool = field(default=False, metadata=CALL)
+    extend: bool = field(default=False, metadata=ONE_CALL_ONLY)
     """Extend a run to more steps even if its learning rates so far differ from those of the longer schedule."""
-    overwrite: bool = field(default=False, metadata=CALL)
+    overwrite: bool = field(default=False, metadata=ONE_CALL_ONLY)
     """Replace the run in `out` without asking for confirmation. A folder with any other files is not changed."""
 
     def check_paths(self) -> None:

@@ -23,12 +23,12 @@ from transformers.trainer_utils import EvalLoopOutput
 from kvshift.lab.core.errors import DivergedError, RunFailedError
 from kvshift.lab.core.messages import say
 from kvshift.lab.data.order import EndlessStream, ShuffledEpochs
-from kvshift.lab.runs.checkpoints import keep_newest, seal
+from kvshift.lab.runs.checkpoints import mark_complete, remove_old_checkpoints
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.callbacks import Evaluation, gather_full
 from kvshift.lab.training.optimizer import adamw
 from kvshift.lab.training.probes import probe_heads, probe_targets, summarize_targets
-from kvshift.lab.training.tensor_parallel import keep_optimizer_state_whole, tensor_parallel_size
+from kvshift.lab.training.tensor_parallel import gather_optimizer_state, tensor_parallel_size
 from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.building import declare_plain_llama
 from kvshift.layers import KVShift
@@ -54,11 +54,11 @@ class RunTrainer(Trainer):
         self._tensor_parallel = tensor_parallel_size()
         super().__init__(model, arguments, **kwargs)
         if self._tensor_parallel > 1:  # every process evaluates every sequence, so there is nothing to gather
-            self.gather_function = self.accelerator.gather_for_metrics = _as_it_is
+            self.gather_function = self.accelerator.gather_for_metrics = _return_unchanged
 
     @property
     @abstractmethod
-    def evaluated(self) -> bool:
+    def has_evaluated(self) -> bool:
         """True if this trainer has run an evaluation."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class RunTrainer(Trainer):
         """Convert Trainer's metrics of an evaluation to records and text."""
 
     def before_save(self, function: Callable[[], None]) -> None:
-        """Register a function to call in the first process before each checkpoint is sealed."""
+        """Register a function to call in the first process before each checkpoint is marked complete."""
         self._before_save = function
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -75,7 +75,7 @@ class RunTrainer(Trainer):
             trained = cast(nn.Module, self.model if model is None else model)
             self.optimizer = adamw(trained, self._config.optimizer, self.args.device)
             if self._tensor_parallel > 1:
-                keep_optimizer_state_whole(self.optimizer)
+                gather_optimizer_state(self.optimizer)
         return self.optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -90,7 +90,7 @@ class RunTrainer(Trainer):
             schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, except under tensor parallelism, where `divide` has loaded each process's part."""
+        """Load the model, except under tensor parallelism, where `shard_model` has loaded each process's part."""
         if self._tensor_parallel == 1:
             super()._load_from_checkpoint(*args, **kwargs)
 
@@ -148,9 +148,9 @@ class RunTrainer(Trainer):
                 (folder / _UNLOGGED).write_text(json.dumps(unlogged))
 
         self._collectively(folder, write)
-        self._collectively(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
+        self._collectively(folder, (lambda: self._mark_complete(folder)) if self._processes.is_main else lambda: None)
         if self._processes.is_main:
-            keep_newest(folder, self._config.keep_checkpoints, say)
+            remove_old_checkpoints(folder, self._config.keep_checkpoints, say)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save the model. Under DeepSpeed, coefficients are saved in float32, from the optimizer's master weights.
@@ -170,7 +170,7 @@ class RunTrainer(Trainer):
         super().save_model(output_dir, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the state; under tensor parallelism it is gathered first (see `keep_optimizer_state_whole`)."""
+        """Save the state; under tensor parallelism it is gathered first (see `gather_optimizer_state`)."""
         if self._tensor_parallel > 1 and not self.args.should_save:
             assert self.optimizer is not None
             self.optimizer.state_dict()  # takes part in gathering the state for the process that writes
@@ -188,10 +188,10 @@ class RunTrainer(Trainer):
             state_dict |= {name: tensor for name, tensor in self._coefficients.items() if name in state_dict}
         super()._save(output_dir, state_dict)
 
-    def _seal(self, folder: Path) -> None:
+    def _mark_complete(self, folder: Path) -> None:
         self._before_save()
         declare_plain_llama(folder)
-        seal(folder)
+        mark_complete(folder)
 
     def _collectively(self, folder: Path, write: Callable[[], None]) -> None:
         """Call `write`. If it fails in any process, remove the incomplete checkpoint and stop all processes."""
@@ -203,10 +203,11 @@ class RunTrainer(Trainer):
         # Writing sharded weights is a collective operation: if one process fails, the others wait inside `write`, not
         # here, until the launcher ends them.
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or self._tensor_parallel > 1
-        if problem is None and (not self._processes.any(False) or sharded):  # `any` also waits for the slowest process
+        # `any_process` also waits for the slowest process.
+        if problem is None and (not self._processes.any_process(False) or sharded):
             return
         if not sharded and problem is not None:
-            self._processes.any(True)
+            self._processes.any_process(True)
         if self._processes.is_main:
             shutil.rmtree(folder, ignore_errors=True)
         if problem is None:
@@ -214,16 +215,16 @@ class RunTrainer(Trainer):
         free = shutil.disk_usage(folder.parent).free
         raise RunFailedError(
             f"{folder.name} could not be written ({free / 2**20:.0f} MiB are free in {folder.parent}): {problem}; "
-            f"{self._kept()}"
+            f"{self._describe_kept_checkpoint()}"
         ) from problem
 
     def _fail(self, message: str, step: int) -> None:
         """Stop the run; all processes must call this method, and the first reports the message and what is kept."""
         if not self._processes.is_main:
             raise SystemExit(DivergedError.exit_code)
-        raise DivergedError(f"{message}; {self._kept()}", step)
+        raise DivergedError(f"{message}; {self._describe_kept_checkpoint()}", step)
 
-    def _kept(self) -> str:
+    def _describe_kept_checkpoint(self) -> str:
         checkpoints = [path.parent.name for path in self._config.out.glob("checkpoint-*/manifest.json")]
         newest = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default=None)
         return f"{newest} is kept" if newest else "there is no earlier checkpoint"
@@ -235,7 +236,7 @@ class RunTrainer(Trainer):
             self._fail(f"the validation loss is not finite after step {step}", step)
 
 
-def _as_it_is(input_data: Any, use_gather_object: bool = False) -> Any:
+def _return_unchanged(input_data: Any, use_gather_object: bool = False) -> Any:
     """Replace `Accelerator.gather_for_metrics` where every process already has all results."""
     return input_data
 
@@ -275,7 +276,7 @@ class LanguageModelTrainer(RunTrainer):
         )
 
     @property
-    def evaluated(self) -> bool:
+    def has_evaluated(self) -> bool:
         return self.sequence_losses is not None
 
     def evaluation(self, metrics: dict[str, Any]) -> Evaluation:

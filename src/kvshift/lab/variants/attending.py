@@ -1,7 +1,7 @@
 """The base class of variants that compute attention over the finished queries, keys and values in another way.
 
-A variant implements `attend` in a subclass of `Attending` and prepends this class to the attention of each layer (see
-`prepend_class`). Projections, shift, QK-norm, rotary embedding and cache remain those of the family.
+A variant implements `attend` in a subclass of `AttentionMixin` and prepends this class to the attention of each layer
+(see `prepend_class`). Projections, shift, QK-norm, rotary embedding and cache remain those of the family.
 
 Shapes: B batch, T positions of this call, K keys, H query heads, G KV heads, D head size.
 """
@@ -26,7 +26,7 @@ def require_token_mask(attention_mask: Any, variant: str) -> None:
         raise ValueError(f"attention_mask must be (batch, positions) or None for {variant}, got {what}")
 
 
-class Attending(ShiftedAttention):
+class AttentionMixin(ShiftedAttention):
     """A mixin for the attention of the Llamas and of the lab's GPT-2, which has no cache."""
 
     def forward(

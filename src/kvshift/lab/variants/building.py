@@ -18,7 +18,7 @@ from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.errors import LabError, nearest, require
 from kvshift.lab.variants.bidirectional import EncoderOptions, encoder_config
 from kvshift.lab.variants.by_name import find_variant
-from kvshift.lab.variants.model_config import ModelConfig, given_fields, size_fields
+from kvshift.lab.variants.model_config import ModelConfig, explicit_fields, size_fields
 from kvshift.lab.variants.small_gpt2 import GPT2Options, gpt2_config
 from kvshift.lab.variants.variant import Size, shift_layers
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
@@ -46,7 +46,7 @@ def llama_config(
         sequence_length: length of the training sequences.
         base: fields that the options override; None for those of `options.size` or `options.config`.
     """
-    base = {**(_base(options) if base is None else base), **given_fields(options)}
+    base = {**(_base(options) if base is None else base), **explicit_fields(options)}
     if options.rope_theta is not None:
         rope = base.get("rope_parameters") or base.pop("rope_scaling", None) or {"rope_type": "default"}
         base["rope_parameters"] = {**rope, "rope_theta": options.rope_theta}

@@ -19,7 +19,9 @@ from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.variants.uncached import decodes_with_cache
 
 
-def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, *, seed: int, **kwargs: Any) -> Tensor:
+def continue_rows(
+    model: Any, prompts: Sequence[Tensor], generation_config: GenerationConfig, *, seed: int, **kwargs: Any
+) -> Tensor:
     """Return the tokens that the model generates after each prompt, leaving torch's global generators unchanged.
 
     Prompts of unequal length are padded on the left; each is continued as it would be alone.
@@ -27,8 +29,8 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
     Args:
         model: a model with `generate` that takes `input_ids` and `attention_mask`.
         prompts: a tensor (P,) int64 per prompt, P >= 1.
-        how: the complete generation settings, `pad_token_id` included. Only `use_cache` is replaced, by the result of
-            `decodes_with_cache`.
+        generation_config: the complete generation settings, `pad_token_id` included. Only `use_cache` is replaced, by
+            the result of `decodes_with_cache`.
         seed: random seed of the sampling.
         kwargs: further arguments of `model.generate`.
 
@@ -38,9 +40,9 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
     Raises:
         RunFailedError: the logits of a next token are not finite.
     """
-    how = deepcopy(how)
-    how.use_cache = decodes_with_cache(model)
-    pad = cast(int, how.pad_token_id)
+    generation_config = deepcopy(generation_config)
+    generation_config.use_cache = decodes_with_cache(model)
+    pad = cast(int, generation_config.pad_token_id)
     ids = pad_sequence(list(prompts), batch_first=True, padding_value=pad, padding_side="left")
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
     accelerators = [] if model.device.type == "cpu" else [model.device]
@@ -49,7 +51,7 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
         written = model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
-            generation_config=how,
+            generation_config=generation_config,
             logits_processor=LogitsProcessorList([partial(_refuse_not_finite, dtype=model.dtype)]),
             **kwargs,
         )

@@ -72,7 +72,7 @@ def _shifted(x: Tensor, gate: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
     return torch.lerp(x.to(gate.dtype), before.to(gate.dtype), gate).to(x.dtype), rows
 
 
-class _ReadByShift:
+class _HiddenStatesForShift:
     """A mixin for an attention that gives the input of its projections to its shift, too."""
 
     shift: Any
@@ -86,7 +86,7 @@ MODEL_VARIANTS = (
     MixingVariant(
         name="fox-shift",
         make=FoXShift,
-        attention=_ReadByShift,
+        attention=_HiddenStatesForShift,
         fields={"shift_targets": ["k", "v"], "shift_window": 2},
     ),
 )

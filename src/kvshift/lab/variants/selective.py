@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvshift.lab.variants.attending import Attending, require_token_mask
+from kvshift.lab.variants.attending import AttentionMixin, require_token_mask
 from kvshift.lab.variants.model_classes import prepend_class, variant_class
-from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_whole
+from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_full
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder, UncachedGeneration
 from kvshift.lab.variants.variant import ModelVariant
@@ -39,7 +39,7 @@ class _SelectiveDecoder(UncachedDecoder):
         return super().prepare_inputs(inputs_embeds, masks, position_ids, cache, **named)  # type: ignore[misc]
 
 
-class _SelectiveAttention(Attending):
+class _SelectiveAttention(AttentionMixin):
     def attend(
         self,
         query: Tensor,
@@ -50,13 +50,13 @@ class _SelectiveAttention(Attending):
         shift_seq_idx: Tensor | None,
         **where: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        how: dict[str, Any] = {"scaling": self.scaling, "axis": self.config.axis}
-        how |= {"mask": shift_mask, "seq_idx": shift_seq_idx}
+        arguments: dict[str, Any] = {"scaling": self.scaling, "axis": self.config.axis}
+        arguments |= {"mask": shift_mask, "seq_idx": shift_seq_idx}
         dropout = self.attention_dropout if self.training else 0.0
         if dropout or self.config._attn_implementation == "eager":
-            output, weights = selective_attention_whole(query, key, value, dropout=dropout, **how)
+            output, weights = selective_attention_full(query, key, value, dropout=dropout, **arguments)
         else:
-            output, weights = selective_attention(query, key, value, **how), None
+            output, weights = selective_attention(query, key, value, **arguments), None
         return output.transpose(1, 2), weights
 
 
@@ -70,12 +70,12 @@ def _select(model: Any) -> None:
 
 
 # The configurations have a field `axis`, along which S is summed: "query", as published, or "key".
-_HOW: Any = {"config_before": UncachedConfig, "fields": {"axis": (Literal["query", "key"], "query")}}
+_CLASS_OPTIONS: Any = {"config_before": UncachedConfig, "fields": {"axis": (Literal["query", "key"], "query")}}
 _MODELS = {
     KVShiftLlamaConfig: variant_class(
-        KVShiftLlamaForCausalLM, "Selective", _select, before=(UncachedGeneration,), **_HOW
+        KVShiftLlamaForCausalLM, "Selective", _select, before=(UncachedGeneration,), **_CLASS_OPTIONS
     ),
-    LabGPT2Config: variant_class(LabGPT2, "Selective", _select, **_HOW),
+    LabGPT2Config: variant_class(LabGPT2, "Selective", _select, **_CLASS_OPTIONS),
 }
 
 MODEL_VARIANTS = (

@@ -73,7 +73,7 @@ class _Order(NamedTuple):
         return self.visible(start, stop) & earlier & (self.before[:, None, :stop] >= 0)
 
 
-def selective_attention_whole(
+def selective_attention_full(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -120,10 +120,10 @@ def selective_attention(
     seq_idx: Tensor | None = None,
     block: int = _BLOCK,
 ) -> Tensor:
-    """Compute the output of `selective_attention_whole` in blocks of queries, which backward recomputes.
+    """Compute the output of `selective_attention_full` in blocks of queries, which backward recomputes.
 
     Args:
-        q, k, v, scaling, axis, mask, seq_idx: as in `selective_attention_whole`.
+        q, k, v, scaling, axis, mask, seq_idx: as in `selective_attention_full`.
         block: queries per block; beyond the output, memory is needed for a few tensors (B, H, block, T).
     """
     device = q.device.type
@@ -145,15 +145,17 @@ class _Block(NamedTuple):
     k: Tensor  # (B, G, s, D)
     v: Tensor
 
-    def chosen(self, order: _Order, scaling: float) -> Tensor:
+    def sample_distinct(self, order: _Order, scaling: float) -> Tensor:
         """Return S of the tokens before the block's queries, (B, n, s)."""
         scores_Bns = _wide(self.chooser @ self.k[:, 0].mT).mul_(scaling).relu_()
         return scores_Bns.masked_fill_(~order.choosable(self.start, self.stop), 0)
 
-    def weights(self, chosen: Tensor, carried: Tensor | None, order: _Order, scaling: float) -> Tensor:
+    def weights(self, sample_distinct: Tensor, carried: Tensor | None, order: _Order, scaling: float) -> Tensor:
         """Return the weights, (B, H, n, s), given S and, for the sum down the queries, C_a (B, s)."""
-        batch, n, s = chosen.shape
-        total = chosen.cumsum(2) if carried is None else chosen.double().cumsum(1) + carried.unsqueeze(1)
+        batch, n, s = sample_distinct.shape
+        total = (
+            sample_distinct.cumsum(2) if carried is None else sample_distinct.double().cumsum(1) + carried.unsqueeze(1)
+        )
         scores = _wide(self.q @ self.k.mT).mul_(scaling).view(batch, -1, n, s)
         scores -= total.unsqueeze(1).to(scores.dtype)
         return scores.masked_fill_(~order.visible(self.start, self.stop).unsqueeze(1), -torch.inf).softmax(-1)
@@ -183,13 +185,13 @@ class _Blocks(torch.autograd.Function):
         out = v.new_empty(batch, heads, length, v.shape[3])
         carried = torch.zeros(batch, length, dtype=torch.float64, device=q.device) if axis == "query" else None
         for block in _blocks(range(0, length, size), q, chooser, k, v, size):
-            chosen = block.chosen(order, scaling)
+            sample_distinct = block.sample_distinct(order, scaling)
             before = None if carried is None else carried[:, : block.stop]
-            weights = block.weights(chosen, before, order, scaling).to(v.dtype)
+            weights = block.weights(sample_distinct, before, order, scaling).to(v.dtype)
             of_heads = weights.view(*block.q.shape[:3], -1) @ block.v
             out[:, :, block.start : block.stop] = of_heads.view(batch, heads, -1, v.shape[3])
             if before is not None:
-                before += chosen.sum(1, dtype=torch.float64)
+                before += sample_distinct.sum(1, dtype=torch.float64)
         ctx.save_for_backward(q, chooser, k, v, carried, *order)
         ctx.rest = scaling, size
         return out
@@ -198,7 +200,7 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # PyTorch's once_differentiable raises nothing in `autograd.grad(..., inputs)`, which prunes its error node.
-            raise RuntimeError("selective_attention has no second derivative; selective_attention_whole has one")
+            raise RuntimeError("selective_attention has no second derivative; selective_attention_full has one")
         q, chooser, k, v, carried, *places = ctx.saved_tensors
         (scaling, size), order = ctx.rest, _Order(*places)
         carried = None if carried is None else carried.clone()  # backward may run more than once
@@ -208,9 +210,9 @@ class _Blocks(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for block in _blocks(reversed(range(0, q.shape[2], size)), q, chooser, k, v, size):
                 at, upto = slice(block.start, block.stop), slice(0, block.stop)
-                chosen = block.chosen(order, scaling)
-                before = None if carried is None else carried[:, upto].sub_(chosen.sum(1, dtype=torch.float64))
-                weights = block.weights(chosen, before, order, scaling)
+                sample_distinct = block.sample_distinct(order, scaling)
+                before = None if carried is None else carried[:, upto].sub_(sample_distinct.sum(1, dtype=torch.float64))
+                weights = block.weights(sample_distinct, before, order, scaling)
                 folded = (*block.q.shape[:3], -1)  # merges the query heads of a KV head with the queries
                 grad_BGnD = grad[:, :, at].reshape(folded)
                 dv[:, :, upto] += weights.to(v.dtype).view(folded).mT @ grad_BGnD
@@ -223,7 +225,7 @@ class _Blocks(torch.autograd.Function):
                 else:
                     d_chosen = d_total.flip(1).cumsum(1).flip(1) + after[:, None, upto]
                     after[:, upto] += d_total.sum(1)
-                d_chosen = torch.where(chosen > 0, d_chosen, 0).mul_(scaling).to(q.dtype)
+                d_chosen = torch.where(sample_distinct > 0, d_chosen, 0).mul_(scaling).to(q.dtype)
                 d_scores = d_scores.mul_(scaling).to(q.dtype).view(folded)
                 dq[:, :, at] = (d_scores @ block.k).view(grad[:, :, at].shape[:3] + q.shape[3:])
                 d_chooser[:, at] = d_chosen @ block.k[:, 0]

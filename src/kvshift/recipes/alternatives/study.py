@@ -15,7 +15,7 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, at_most, times, within
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import sized
+from kvshift.lab.study.models import paper_proportions
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import InductionConfig
@@ -69,7 +69,7 @@ def _config(
     config: TaskTrainConfig, width: int, heads: int, model: tuple[int, str], reading: Reading, seed: int
 ) -> TaskTrainConfig:
     assert isinstance(config.task, InductionConfig)
-    options = sized(width, *model, heads=heads)
+    options = paper_proportions(width, *model, heads=heads)
     if reading.mlp is not None:
         options = replace(options, intermediate_size=reading.mlp * width)
     return replace(config, seed=seed, model=options, task=replace(config.task, **reading.task))

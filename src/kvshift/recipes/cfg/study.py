@@ -16,7 +16,7 @@ from kvshift.lab.core.statistics import t_interval, verdict
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, higher, percent, points, question, within
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import sized
+from kvshift.lab.study.models import paper_proportions
 from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
@@ -86,7 +86,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     return [
         TrainingJob(
             arm=Arm(variant=variant),
-            config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
+            config=replace(config, seed=seed, model=paper_proportions(width, layers, variant, heads=heads)),
         )
         for seed in seeds
         for variant in PAIR

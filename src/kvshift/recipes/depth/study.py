@@ -19,7 +19,7 @@ from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher, lower_loss, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.models import llama_of
+from kvshift.lab.study.models import llama_config_from_record
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, last_loss, value_at
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
@@ -125,7 +125,7 @@ def at_compute(record: Record, compute: float) -> float:
 
 def _flops(record: Record) -> float:
     """Return the training FLOPs per token."""
-    return training_flops(llama_of(record), record.options["data"]["sequence_length"]).model
+    return training_flops(llama_config_from_record(record), record.options["data"]["sequence_length"]).model
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:

@@ -11,7 +11,7 @@ from kvshift.lab.analysis.learning import compare_steps
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, at_most, higher, percent, reached, sooner
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import sized
+from kvshift.lab.study.models import paper_proportions
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import InductionConfig
@@ -69,7 +69,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     return [
         TrainingJob(
             arm=Arm(variant=variant, layers=layers),
-            config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
+            config=replace(config, seed=seed, model=paper_proportions(width, layers, variant, heads=heads)),
         )
         for layers, variant in MODELS
         for seed in seeds

@@ -9,7 +9,7 @@ from functools import partial
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, higher, percent, points
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import sized
+from kvshift.lab.study.models import paper_proportions
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.training.train_config import OptimizerConfig
@@ -43,7 +43,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     return [
         TrainingJob(
             arm=Arm(variant=variant, layers=layers),
-            config=replace(SIZES[preset], seed=seed, model=sized(WIDTH, layers, variant, heads=1)),
+            config=replace(SIZES[preset], seed=seed, model=paper_proportions(WIDTH, layers, variant, heads=1)),
         )
         for layers, variant in MODELS
         for seed in seeds

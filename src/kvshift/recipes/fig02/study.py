@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, decided
+from kvshift.lab.study.claims import Claim, holds_if
 from kvshift.lab.study.jobs import Computation
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.theory.checks import check_panel
@@ -141,14 +141,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             statement="Induction, (a1, b1) = (0, 1), has the least loss of the square",
             paper="in all three panels",
             ours=f"derived: {', '.join(f'{value:.5f}' for value in lowest['exact'])} there, for T = 4, 12, 102",
-            direction=decided(at["exact"] == [induction] * 3),
+            direction=holds_if(at["exact"] == [induction] * 3),
             note=f"elsewhere by {' and '.join(others)}" if others else "there by Table 3 and by the script, too",
         ),
         Claim(
             statement="Descent leads to induction",
             paper="yes",
             ours=f"derived: {_shares(caught['exact'])} of the starts end elsewhere",
-            direction=decided(max(caught["exact"]) == 0),
+            direction=holds_if(max(caught["exact"]) == 0),
             note=f"by Table 3, {_shares(caught['paper'])} for O(T) = 0, 10, 100: a trap at (1, 0) that its slip makes",
         ),
         Claim(
@@ -156,7 +156,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="at O(T) = 100",
             ours=f"derived: the loss spans {', '.join(f'{span:.3g}' for span in spans)} nats, "
             f"{_listed(levels['exact'])} levels",
-            direction=decided(spans[0] > spans[1] > spans[2]),
+            direction=holds_if(spans[0] > spans[1] > spans[2]),
             note=f"there partly by accident: at O(T) = 100 the script's loss is {lowest['script'][2]:.2f} and more, "
             "and its levels end at 10",
         ),
@@ -164,7 +164,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             statement="When O(T) is small, the direction of descent may at first not be monotonic",
             paper="a small non-monotonic process",
             ours=f"derived: on {_shares(away)} of the square a1 or b1 first moves away from induction",
-            direction=decided(away[0] > away[1] > away[2]),
+            direction=holds_if(away[0] > away[1] > away[2]),
             note="the paper gives no share",
         ),
         Claim(
@@ -172,7 +172,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="the code of the figure",
             ours=f"least loss at O(T) = 0, 10, 100: script {_losses(lowest['script'])}; "
             f"Table 3 {_losses(lowest['paper'])}; derived {_losses(lowest['exact'])}",
-            direction=decided(bool(np.allclose(lowest["script"], lowest["paper"], rtol=1e-6))),
+            direction=holds_if(bool(np.allclose(lowest["script"], lowest["paper"], rtol=1e-6))),
             note="it has A2 + b2 for A2 b2, and adds e^c where the theorem has O(T) = c",
         ),
         Claim(
@@ -180,7 +180,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="not examined: the figure ties a2 to a1 and b2 to b1",
             ours=f"T = {middle['tokens']}: a = ({a1:.2f}, {a2:.2f}), b = ({b1:.2f}, {b2:.2f}), "
             f"loss {middle['loss'][-1]:.2g}",
-            direction=decided(all(_sharpens(flow) for flow in flows)),
+            direction=holds_if(all(_sharpens(flow) for flow in flows)),
             note=f"attention grows ever sharper and the loss goes towards 0; the square has {middle['square']:.2f} "
             "at least",
             own=True,

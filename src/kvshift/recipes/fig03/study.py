@@ -14,7 +14,7 @@ from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.plan.cost import count_parameters, training_flops, training_memory
 from kvshift.lab.plan.dry_run import dry_run
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, decided
+from kvshift.lab.study.claims import Claim, holds_if
 from kvshift.lab.study.jobs import Computation, StudyJob
 from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label, paired_losses
 from kvshift.lab.variants.building import llama_config
@@ -114,7 +114,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     statement=f"{record.arm}: the configuration of Table 16 has the parameters of its name",
                     paper=f"{options['size']}",
                     ours=f"{total:,}",
-                    direction=decided(abs(total / 1e9 / _NOMINAL_BILLIONS[options["size"]] - 1) < 0.01),
+                    direction=holds_if(abs(total / 1e9 / _NOMINAL_BILLIONS[options["size"]] - 1) < 0.01),
                     note=f"as counted by formula: {result['counted']:,}",
                     by="arithmetic",
                 )
@@ -125,7 +125,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 "the weights, gradients and AdamW of the plan to within 5 %",
                 paper="trained there",
                 ours=f"{share / GIB:.3f} GiB on the first process; activations are not compared",
-                direction=decided(0.99 < share / planned < 1.05),
+                direction=holds_if(0.99 < share / planned < 1.05),
                 note=f"{planned / GIB:.3f} GiB planned; {result['gathered'] / GIB:.2f} GiB of weights gathered; "
                 f"{result['flops_per_token'] / 1e9:.1f} GFLOP for each token",
                 own=True,

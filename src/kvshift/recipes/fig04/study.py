@@ -12,7 +12,15 @@ from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, higher, not_testable, sign_test
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_arm, diverged, paired_losses
+from kvshift.lab.study.recipe import (
+    Recipe,
+    Record,
+    accuracy_curve,
+    accuracy_curves,
+    by_arm,
+    has_diverged,
+    paired_losses,
+)
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR, VARIANTS
 from kvshift.recipes.fig04 import ENTRY
@@ -49,9 +57,9 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
     return found
 
 
-def has_diverged(record: Record) -> bool:
+def has_diverged_or_risen(record: Record) -> bool:
     """Return True if the run met a non-finite number or its final loss is more than `RISE` above its lowest loss."""
-    if diverged(record):
+    if has_diverged(record):
         return True
     losses = accuracy_curve(record, "loss")[1]
     return losses[-1] - min(losses) > RISE
@@ -74,17 +82,19 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             )
         )
     ours, theirs = (runs[variant, PAPER_RATES[-1]] for variant in PAIR)
-    both = [has_diverged(theirs[seed]) and not has_diverged(ours[seed]) for seed in ours]
+    both = [has_diverged_or_risen(theirs[seed]) and not has_diverged_or_risen(ours[seed]) for seed in ours]
     diverges = Claim(
         statement=f"At the paper's rate {PAPER_RATES[-1]:g}, vanilla diverges and KV-shift does not",
         paper="in 5 of 5 seeds",
-        ours=f"in {sum(both)} of {len(both)} seeds; vanilla diverges in {sum(map(has_diverged, theirs.values()))}, "
-        f"KV-shift in {sum(map(has_diverged, ours.values()))}",
+        ours=f"in {sum(both)} of {len(both)} seeds; "
+        f"vanilla diverges in {sum(map(has_diverged_or_risen, theirs.values()))}, "
+        f"KV-shift in {sum(map(has_diverged_or_risen, ours.values()))}",
         direction=sign_test(sum(both), len(both) - sum(both)),
         note=f"{_rate_of(ours[0] if 0 in ours else next(iter(ours.values())))}; to diverge is to end at no finite "
         f"number, or {RISE} nats above one's own lowest loss",
     )
-    if records[0].options["model"].get("size") is None and not any(map(has_diverged, theirs.values())):
+    is_small = records[0].options["model"].get("size") is None
+    if is_small and not any(map(has_diverged_or_risen, theirs.values())):
         diverges = not_testable(diverges, "a model so small, clipped and after so few steps, does not diverge at all")
     return [*found, diverges, _at_low_rates(runs)]
 

@@ -109,7 +109,7 @@ class HopJob(MeasuredJob):
         rows: number of sequences for each k.
     """
 
-    measured = "errors"
+    result_name = "errors"
     rows: int
 
     def measure(self, model: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, Direction, percent, points, within
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import sized
+from kvshift.lab.study.models import paper_proportions
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import NGramConfig
@@ -76,7 +76,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
             config=replace(
                 config,
                 seed=seed,
-                model=sized(width, layers, variant, heads=heads),
+                model=paper_proportions(width, layers, variant, heads=heads),
                 optimizer=replace(config.optimizer, learning_rate=rate),
             ),
         )

@@ -8,7 +8,7 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from kvshift.lab.analysis.accuracy import draw_means, minus
+from kvshift.lab.analysis.accuracy import curve_difference, draw_means
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.core.statistics import difference_interval
 from kvshift.lab.study.claims import Claim, Direction
@@ -76,7 +76,7 @@ def plot_differences(methods: Sequence[str], records: Sequence[Record]) -> Figur
     for axes, point in zip(panels, points, strict=True):
         losses = {key: accuracy_curves(models[arm_at(point, key)], "loss") for key in methods}
         vanilla = losses.pop("vanilla")
-        draw_means(axes, {VARIANTS[key].label: minus(curves, vanilla) for key, curves in losses.items()})
+        draw_means(axes, {VARIANTS[key].label: curve_difference(curves, vanilla) for key, curves in losses.items()})
         axes.axhline(0, color="black", linewidth=0.8)
     legend_below(figure, INTERVALS)
     return figure

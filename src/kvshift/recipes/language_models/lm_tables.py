@@ -18,7 +18,7 @@ from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, by_arm, diverged, last_loss, paired_losses, reported
+from kvshift.lab.study.recipe import Recipe, Record, by_arm, has_diverged, last_loss, paired_losses, without_tuning_runs
 from kvshift.lab.study.tuning import by_tuned_arm, least_loss
 from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift.recipes.language_models.settings import (
@@ -43,7 +43,7 @@ def by_cell(records: Sequence[Record], variant: str) -> Cells:
     """Return the losses of a variant's runs in the learning-rate search: one run per cell, as in the paper."""
     runs = by_tuned_arm([record for record in records if record.tunes is not None])
     return {
-        (point, rate): None if diverged(found[0]) else last_loss(found[0])
+        (point, rate): None if has_diverged(found[0]) else last_loss(found[0])
         for point in grid_points_of(records)
         for rate, found in runs.get(arm_at(point, variant), {}).items()
     }
@@ -59,7 +59,7 @@ def side_by_side(records: Sequence[Record], variant: str) -> str:
         rows.append((f"{rate:.2g} ({_paper_rate(rate / scale):.2g})", *line))
     own = ("own best, mean over seeds",)
     for point in points:
-        losses = last_losses(reported(records), variant, point).values()
+        losses = last_losses(without_tuning_runs(records), variant, point).values()
         known = [loss for loss in losses if loss is not None]
         own += (
             _format_cell(

@@ -16,7 +16,7 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, Direction, lower
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.recipe import Record, by_arm, diverged, last_loss, paired_losses
+from kvshift.lab.study.recipe import Record, by_arm, has_diverged, last_loss, paired_losses
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
@@ -221,7 +221,7 @@ def grid_points_of(records: Sequence[Record]) -> list[GridPoint]:
 def last_losses(records: Sequence[Record], variant: str, point: GridPoint) -> dict[int, float | None]:
     """Return the final validation loss of each seed, None where the run diverged."""
     runs = by_arm(records)[arm_at(point, variant)]
-    return {seed: None if diverged(record) else last_loss(record) for seed, record in runs.items()}
+    return {seed: None if has_diverged(record) else last_loss(record) for seed, record in runs.items()}
 
 
 def loss_pairs(records: Sequence[Record], one: str, other: str, point: GridPoint) -> list[tuple[float, float]] | None:

@@ -65,7 +65,7 @@ class PhaseChanges:
             "half way to KV-shift's change": {seed: step and step / 2 for seed, step in ours.steps.items()},
             "at KV-shift's change": ours.steps,
             "at vanilla's change": theirs.steps,
-            "at the end": dict(theirs.within),
+            "at the end": dict(theirs.last_steps),
         }
         return {
             name: {seed: step for seed, step in steps.items() if step is not None}
@@ -128,7 +128,7 @@ class PhaseChanges:
 
     def last_steps(self, layers: int) -> dict[int, float]:
         """Return the last step of each seed."""
-        return dict(self.steps_to_change(Arm(variant="vanilla", layers=layers)).within)
+        return dict(self.steps_to_change(Arm(variant="vanilla", layers=layers)).last_steps)
 
     def table(self) -> str:
         """Return a Markdown table of the gains by kind of target at each moment."""

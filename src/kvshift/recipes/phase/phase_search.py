@@ -17,7 +17,7 @@ from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, question, sign_test
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.models import llama_of
+from kvshift.lab.study.models import llama_config_from_record
 from kvshift.lab.study.recipe import Record, accuracy_curve
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
@@ -194,7 +194,7 @@ def _claim(statement: str, records: Sequence[Record]) -> Claim:
 
 def _flops(record: Record) -> float:
     """Return the training FLOPs per token."""
-    return training_flops(llama_of(record), record.options["data"]["sequence_length"]).model
+    return training_flops(llama_config_from_record(record), record.options["data"]["sequence_length"]).model
 
 
 def tokens_in_words(tokens: float) -> str:

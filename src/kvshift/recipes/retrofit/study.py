@@ -127,7 +127,7 @@ class RetrofitJob(TextJob):
 
     def is_finished(self, out: Path) -> bool:
         """See `Job`; raise a LabError early if the model or the text is not on this machine."""
-        self._here()
+        self._with_local_paths()
         return super().is_finished(out) and (self.held_out is None or (out / _MEASURED).exists())
 
     def run(self, out: Path) -> None:
@@ -152,8 +152,8 @@ class RetrofitJob(TextJob):
         digits = config_hash({name: value for name, value in options.items() if name != "data_facts"})
         return {**found, "options": options, "config_hash": digits, "result": {**found["result"], **measured}}
 
-    def _here(self) -> TrainConfig:
-        config = super()._here()
+    def _with_local_paths(self) -> TrainConfig:
+        config = super()._with_local_paths()
         return replace(config, init_from=str(find_smollm2())) if config.init_from == SMOLLM2 else config
 
 

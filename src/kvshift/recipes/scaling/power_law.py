@@ -21,7 +21,7 @@ from kvshift.lab.study.arm import Arm, layers_text
 from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.models import llama_of
+from kvshift.lab.study.models import llama_config_from_record
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
 from kvshift.lab.study.tuning import least_loss
@@ -91,7 +91,7 @@ def _jobs(preset: str, seeds: Sequence[int], *, longer: bool) -> list[StudyJob]:
 
 def parameters_of(record: Record) -> int:
     """Return N of Figure 6a: the number of parameters without embedding, output layer and shift coefficients."""
-    found = count_parameters(llama_of(record))
+    found = count_parameters(llama_config_from_record(record))
     return found.total - found.embedding - found.shift
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, decided
+from kvshift.lab.study.claims import Claim, holds_if
 from kvshift.lab.study.jobs import Computation
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.theory.checks import (
@@ -21,7 +21,7 @@ from kvshift.lab.theory.checks import (
     check_logits,
     check_monte_carlo,
     check_orthonormal,
-    check_places,
+    check_positions,
 )
 from kvshift.recipes.tab03 import ENTRY
 
@@ -80,7 +80,7 @@ def compute_limit(config: LimitConfig) -> dict[str, Any]:
             for coefficients in config.coefficients
         ],
         "places": [
-            {"coefficients": coefficients, "loss": check_places(config.edge, coefficients)}
+            {"coefficients": coefficients, "loss": check_positions(config.edge, coefficients)}
             for coefficients in config.coefficients
         ],
     }
@@ -173,7 +173,7 @@ def _row(settings: Sequence[Mapping[str, Any]], kind: str) -> Claim:
         statement=f"Logit of {tokens}",
         paper=printed,
         ours=f"off by up to {off:.2g}" + ("" if right else f"; derived {derived}, off by up to {exactly:.1g}"),
-        direction=decided(right),
+        direction=holds_if(right),
         note=f"{len(settings)} settings of T, a and b; every i from 2 to T - 2",
     )
 
@@ -185,7 +185,7 @@ def _theorem(settings: Sequence[Mapping[str, Any]]) -> Claim:
         paper="proved in appendix C",
         ours=f"off in loss or gradient by {min(printed):.2g} to {max(printed):.2g}; "
         f"with A1 for A2, by {max(derived):.1g} at most",
-        direction=decided(max(printed) < _EXACT),
+        direction=holds_if(max(printed) < _EXACT),
         note="one letter: the proof above the table has it right",
     )
 
@@ -198,7 +198,7 @@ def _places(rows: Sequence[Mapping[str, Any]]) -> Claim:
         statement="The loss is the same for all 1 < i < T",
         paper="i > 1 and i < T",
         ours=f"T = {tokens}, ({listed}): {inner[0]:.3f} for i = 2 ... {tokens - 2}, {last:.3f} for i = {tokens - 1}",
-        direction=decided(all(_same([*row["loss"][1:]]) for row in rows)),
+        direction=holds_if(all(_same([*row["loss"][1:]]) for row in rows)),
         note=f"holds for 2 <= i <= T - 2: {'yes' if all(_same(row['loss'][1:-1]) for row in rows) else 'no'}",
     )
 
@@ -212,7 +212,7 @@ def _draws(rows: Sequence[Mapping[str, Any]]) -> Claim:
         statement="Gaussian embeddings come near the limit as derived",
         paper="for large d",
         ours=f"within {max(away('exact')):.1f} standard errors in all {len(rows)} settings",
-        direction=decided(max(away("exact")) < 4),
+        direction=holds_if(max(away("exact")) < 4),
         note=f"Table 3 is out by {min(printed):.0f} standard errors or more wherever b2 is not 0",
     )
 

@@ -15,12 +15,12 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent, points
 from kvshift.lab.study.jobs import MeasuredJob
-from kvshift.lab.study.models import sized
+from kvshift.lab.study.models import paper_proportions
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.lab.tasks.igsm import IGSMTask
-from kvshift.lab.training.answers import ask
+from kvshift.lab.training.answers import answer_accuracy
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR
@@ -102,14 +102,14 @@ SIZES = {
 class ProblemJob(MeasuredJob):
     """Train one model and test it on problems with more operations than in training, then with as many."""
 
-    measured = "inside"
+    result_name = "inside"
 
     def measure(self, model: Any) -> dict[str, Any]:
         """Return the shares of correct answers to unseen problems with the largest number of operations of training."""
         task, size = self.config.task, self.config.eval_batch_size or self.config.batch_size
         assert isinstance(task, IGSMConfig)
         inside = IGSMTask(replace(task, test_ops=task.ops))
-        return ask(model.eval(), inside, self.config.questions, seed=0, batch_size=size)
+        return answer_accuracy(model.eval(), inside, self.config.questions, seed=0, batch_size=size)
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
@@ -118,7 +118,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
     return [
         ProblemJob(
             arm=Arm(variant=variant, case=_setting(config.task)),
-            config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
+            config=replace(config, seed=seed, model=paper_proportions(width, layers, variant, heads=heads)),
         )
         for config in settings[::-1]  # the longest first
         for seed in seeds

@@ -14,7 +14,7 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, diverged, reported
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, has_diverged, without_tuning_runs
 from kvshift.lab.study.tuning import least_loss
 from kvshift.recipes.language_models.lm_tables import NOTES
 from kvshift.recipes.language_models.settings import LARGE, TABLES, arm_at, grid_point_label, grid_points_of, jobs_of
@@ -63,7 +63,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claim, for each size, that keys and values lean the same way in more than half of the heads."""
     found = []
     for point in grid_points_of(records):
-        runs = [run for run in by_arm(records)[arm_at(point, "kv-shift")].values() if not diverged(run)]
+        runs = [run for run in by_arm(records)[arm_at(point, "kv-shift")].values() if not has_diverged(run)]
         shares = [_on_diagonal(run)[-1] for run in runs]
         found.append(
             Claim(
@@ -83,9 +83,9 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def tables(records: Sequence[Record]) -> str:
     """Return Table 5 for each size with signs and sums by layer: counts are added over seeds, distances averaged."""
-    shown, parts = reported(records), []
+    shown, parts = without_tuning_runs(records), []
     for point in grid_points_of(shown):
-        runs = [run for run in by_arm(shown)[arm_at(point, "kv-shift")].values() if not diverged(run)]
+        runs = [run for run in by_arm(shown)[arm_at(point, "kv-shift")].values() if not has_diverged(run)]
         rows = [("layer", *CELLS, *_NEGATIVE, *_SUMS)]
         layers = len(runs[0].result["coefficients"]) if runs else 0
         for name, chosen in [*((str(at), slice(at, at + 1)) for at in range(layers)), ("all", slice(None))]:
@@ -115,7 +115,7 @@ def plot(records: Sequence[Record]) -> Figure:
                 arm.label: {
                     seed: (accuracy_curve(run, "loss")[0], values(run))
                     for seed, run in seeds.items()
-                    if not diverged(run)
+                    if not has_diverged(run)
                 }
                 for arm, seeds in by_arm(records).items()
             },

@@ -99,7 +99,7 @@ def test_the_small_grammar_has_the_shape_of_the_large_one():
     assert CFG3S.vocab_size == CFG3F.vocab_size == 4
     assert (lengths.shortest, lengths.longest) == (12, 27)
     for grammar in (CFG3F, CFG3S):
-        sizes = [len(side) for sides in grammar.rules_of.values() for side in sides]
+        sizes = [len(side) for sides in grammar.rules_by_symbol.values() for side in sides]
         assert set(sizes) == {2, 3}
 
 

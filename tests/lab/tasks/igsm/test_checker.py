@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvshift.lab.tasks.igsm import kamino
-from kvshift.lab.tasks.igsm.checker import is_right
+from kvshift.lab.tasks.igsm.checker import check_solution
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.quantities import Instance
 
@@ -30,16 +30,16 @@ def asked_line(problem: Problem) -> int:
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_every_true_solution_is_right(generator: str, ops: int, modulus: int):
     for problem in drawn(generator, ops, 61, modulus=modulus):
-        assert is_right(problem, solution_text(problem)) == RIGHT
-        assert is_right(problem, " \n ".join(problem.solution)) == RIGHT
-        assert is_right(problem, " ".join(problem.solution)) == RIGHT
+        assert check_solution(problem, solution_text(problem)) == RIGHT
+        assert check_solution(problem, " \n ".join(problem.solution)) == RIGHT
+        assert check_solution(problem, " ".join(problem.solution)) == RIGHT
 
 
 @pytest.mark.parametrize("generator", ["kamino", "igsm"])
 def test_what_follows_the_answer_counts_in_neither(generator: str):
     for problem in drawn(generator, 7, 31):
         for junk in ("Define Gel Pen as z; so z = 99.", "so so so.", "Define", problem.solution[0], "\n\n.."):
-            assert is_right(problem, f"{solution_text(problem)}\n{junk}") == RIGHT
+            assert check_solution(problem, f"{solution_text(problem)}\n{junk}") == RIGHT
 
 
 @pytest.mark.parametrize(("modulus", "change"), [(23, 1), (7, 1), (7, 7)])
@@ -56,7 +56,7 @@ def test_a_wrong_number_anywhere_is_caught(generator: str, modulus: int, change:
                 changed = [*words[:place], str((int(word) + change) % 23), *words[place + 1 :]]
                 text = "\n".join([*problem.solution[:at], " ".join(changed), *problem.solution[at + 1 :]])
                 is_answer = at == last and place == len(words) - 2
-                assert is_right(problem, text) == (WRONG if is_answer else LENIENT)
+                assert check_solution(problem, text) == (WRONG if is_answer else LENIENT)
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
@@ -75,7 +75,7 @@ def test_a_wrong_letter_anywhere_is_caught(generator: str):
                 place = start + found.start()
                 changed = sentence[:place] + unused + sentence[place + 1 :]
                 text = "\n".join([*problem.solution[:at], changed, *problem.solution[at + 1 :]])
-                assert is_right(problem, text) == LENIENT
+                assert check_solution(problem, text) == LENIENT
 
 
 @pytest.mark.parametrize("generator", ["kamino", "igsm"])
@@ -87,10 +87,10 @@ def test_a_missing_line_is_caught_where_it_is_needed(generator: str):
         for at in range(last):
             used = any(names[at] in problem.definitions[name].dependencies for name in names[at + 1 : last + 1])
             text = "\n".join(problem.solution[:at] + problem.solution[at + 1 :])
-            assert is_right(problem, text) == (LENIENT if used else RIGHT)
+            assert check_solution(problem, text) == (LENIENT if used else RIGHT)
             caught += used
         without = "\n".join(problem.solution[:last] + problem.solution[last + 1 :])
-        assert is_right(problem, without) == WRONG
+        assert check_solution(problem, without) == WRONG
     assert caught > 41
 
 
@@ -98,9 +98,9 @@ def test_a_missing_line_is_caught_where_it_is_needed(generator: str):
 def test_steps_before_the_answer_must_all_be_steps(generator: str):
     for problem in drawn(generator, 5, 23):
         for junk in ("", "Define Gel Pen as z; so z = 3", "so a = 3", "Define X; so X = 3"):
-            assert is_right(problem, f"{junk}.\n{solution_text(problem)}") == LENIENT
+            assert check_solution(problem, f"{junk}.\n{solution_text(problem)}") == LENIENT
         twice = f"{problem.solution[0]}\n{solution_text(problem)}"
-        assert is_right(problem, twice)["strict"] == (asked_line(problem) == 0)
+        assert check_solution(problem, twice)["strict"] == (asked_line(problem) == 0)
 
 
 @pytest.mark.parametrize("generator", ["kamino", "igsm"])
@@ -113,7 +113,7 @@ def test_a_wrong_definition_with_the_right_value_is_caught(generator: str):
             other = names[at + 1]
             sentence = problem.solution[at].replace(f"Define {names[at]} as", f"Define {other} as")
             text = "\n".join([*problem.solution[:at], sentence, *problem.solution[at + 1 :]])
-            found = is_right(problem, text)
+            found = check_solution(problem, text)
             same = problem.values[other] == problem.values[names[at]] and other == problem.asked
             assert found["paper"]
             if not same:
@@ -121,7 +121,7 @@ def test_a_wrong_definition_with_the_right_value_is_caught(generator: str):
         if problem.computed[last]:
             letter = problem.solution[last].split(" as ")[1][0]
             copied = f"Define {problem.asked} as {letter} ; so {letter} = {problem.answer} ."
-            assert is_right(problem, "\n".join([*problem.solution[:last], copied])) == LENIENT
+            assert check_solution(problem, "\n".join([*problem.solution[:last], copied])) == LENIENT
 
 
 def test_two_wrongs_that_give_the_right_value_are_caught():
@@ -139,11 +139,11 @@ def test_two_wrongs_that_give_the_right_value_are_caught():
     start = "Define One High in each School as a; so a = 5. Define Two High in each School as b; so b = 7. "
     more = "Define Three High in each School as c; so c = 4. Define Four High in each School as d; so d = 8. "
     end = "Define Five High in each School as e; so e = {} = 12."
-    assert is_right(problem, start + more + end.format("5 + 7")) == RIGHT
-    assert is_right(problem, start + more + end.format("7 + 5")) == RIGHT
-    assert is_right(problem, start + more + end.format("4 + 8")) == LENIENT
-    assert is_right(problem, start + more + end.format("5 * 7")) == LENIENT
-    assert is_right(problem, start + more + end.format("5 + 5 + 2")) == LENIENT
+    assert check_solution(problem, start + more + end.format("5 + 7")) == RIGHT
+    assert check_solution(problem, start + more + end.format("7 + 5")) == RIGHT
+    assert check_solution(problem, start + more + end.format("4 + 8")) == LENIENT
+    assert check_solution(problem, start + more + end.format("5 * 7")) == LENIENT
+    assert check_solution(problem, start + more + end.format("5 + 5 + 2")) == LENIENT
 
 
 def test_a_letter_used_before_is_caught():
@@ -157,7 +157,7 @@ def test_a_letter_used_before_is_caught():
             )
             assert repeated != problem.solution[at]
             text = "\n".join([*problem.solution[:at], repeated, *problem.solution[at + 1 :]])
-            assert is_right(problem, text) == LENIENT
+            assert check_solution(problem, text) == LENIENT
 
 
 def test_subtraction_has_an_order():
@@ -169,10 +169,10 @@ def test_subtraction_has_an_order():
     problem = kamino.problem_of(rules, lambda: 0.0)
     start = " ".join(problem.solution[:3])
     end = " Define Four High in each School as d; so d = {} = 2."
-    assert is_right(problem, start + end.format("9 - (4 + 3)")) == RIGHT
-    assert is_right(problem, start + end.format("9 - (3 + 4)")) == RIGHT
-    assert is_right(problem, start + end.format("4 - (9 + 3)")) == LENIENT
-    assert is_right(problem, start + end.format("9 - 4 + 3")) == LENIENT
+    assert check_solution(problem, start + end.format("9 - (4 + 3)")) == RIGHT
+    assert check_solution(problem, start + end.format("9 - (3 + 4)")) == RIGHT
+    assert check_solution(problem, start + end.format("4 - (9 + 3)")) == LENIENT
+    assert check_solution(problem, start + end.format("9 - 4 + 3")) == LENIENT
 
 
 def test_igsm_steps_may_be_split_otherwise():
@@ -185,11 +185,11 @@ def test_igsm_steps_may_be_split_otherwise():
     values = {"H 's A": 9, "H 's B": 4, "H 's C": 15}
     problem = Problem((), "", (), (), "H 's C", values, definitions, "")
     start = "Define H's A as p; so p = 9. Define H's B as q; so q = 4. Define H's C as c; "
-    assert is_right(problem, start + "R = p - q = 9 - 4 = 5; so c = 3 * R = 3 * 5 = 15.") == RIGHT
-    assert is_right(problem, start + "R = p - q = 9 - 4 = 5; so c = R * 3 = 5 * 3 = 15.") == RIGHT
+    assert check_solution(problem, start + "R = p - q = 9 - 4 = 5; so c = 3 * R = 3 * 5 = 15.") == RIGHT
+    assert check_solution(problem, start + "R = p - q = 9 - 4 = 5; so c = R * 3 = 5 * 3 = 15.") == RIGHT
     split = "R = 3 * p = 3 * 9 = 4; S = 3 * q = 3 * 4 = 12; so c = R - S = 4 - 12 = 15."
-    assert is_right(problem, start + split) == RIGHT
-    assert is_right(problem, start + "R = q - p = 4 - 9 = 18; so c = 3 * R = 3 * 18 = 8.") == WRONG
+    assert check_solution(problem, start + split) == RIGHT
+    assert check_solution(problem, start + "R = q - p = 4 - 9 = 18; so c = 3 * R = 3 * 18 = 8.") == WRONG
     for wrong in (
         "so c = 15.",
         "R = p - q = 9 - 4 = 5; so c = 3 * R = 15.",
@@ -201,7 +201,7 @@ def test_igsm_steps_may_be_split_otherwise():
         "so c = p - q * 3 = 15.",
         "so c = 3 * R = 3 * 5 = 15.",
     ):
-        assert is_right(problem, start + wrong) == LENIENT
+        assert check_solution(problem, start + wrong) == LENIENT
 
 
 @pytest.mark.parametrize(("modulus", "judged"), [(5, RIGHT), (7, LENIENT)])
@@ -213,9 +213,9 @@ def test_what_is_the_same_depends_on_the_modulus(modulus: int, judged: dict[str,
     }
     problem = Problem((), "", (), (), "H 's C", {"H 's A": 0, "H 's C": 0}, definitions, "")
     start = "Define H's A as p; so p = 0. Define H's C as c; "
-    assert is_right(problem, start + "so c = p = 0.") == RIGHT
+    assert check_solution(problem, start + "so c = p = 0.") == RIGHT
     sums = "R = p + p = 0 + 0 = 0; S = R + R = 0 + 0 = 0; T = S + p = 0 + 0 = 0; so c = T + p = 0 + 0 = 0."
-    assert is_right(problem, start + sums) == judged
+    assert check_solution(problem, start + sums) == judged
 
 
 @pytest.mark.parametrize(
@@ -223,4 +223,4 @@ def test_what_is_the_same_depends_on_the_modulus(modulus: int, judged: dict[str,
 )
 def test_nonsense_is_wrong_and_no_error(text: str):
     for generator in ("kamino", "igsm"):
-        assert is_right(drawn(generator, 3, 1)[0], text) == WRONG
+        assert check_solution(drawn(generator, 3, 1)[0], text) == WRONG

@@ -20,5 +20,5 @@ the sentence 1 1 2 2 at the start of the second sequence.
 
 # ruff: noqa: F401
 
-from kvshift.lab.tasks.cfg.grammar import BOS, CFG3F, CFG3S, CFGGrammar, Chain, Lengths
+from kvshift.lab.tasks.cfg.grammar import BOS, CFG3F, CFG3S, CFGGrammar, Lengths, MarkovChain
 from kvshift.lab.tasks.cfg.task import CFGConfig, CFGTask

@@ -63,7 +63,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class MarkovChain:
     """The endless stream of sentences as an exact Markov chain.
 
     A state is a token and the symbols from which the rest of its sentence is derived. There are finitely many states
@@ -95,7 +95,7 @@ class CFGGrammar:
     """The rules of each symbol, one line per symbol: "symbol -> right side | right side"."""
 
     def __post_init__(self) -> None:
-        rules = self.rules_of
+        rules = self.rules_by_symbol
         named = {symbol for sides in rules.values() for side in sides for symbol in side}
         terminals = sorted(named - set(rules))
         if min(rules) <= BOS or terminals != list(range(1, len(terminals) + 1)):
@@ -125,7 +125,7 @@ class CFGGrammar:
             )
 
     @cached_property
-    def rules_of(self) -> Mapping[int, tuple[Rule, ...]]:
+    def rules_by_symbol(self) -> Mapping[int, tuple[Rule, ...]]:
         """Right sides of the rules by symbol, the root first."""
         rules: dict[int, tuple[Rule, ...]] = {}
         for line in self.rules:
@@ -143,19 +143,19 @@ class CFGGrammar:
     @property
     def root(self) -> int:
         """The start symbol of every sentence."""
-        return next(iter(self.rules_of))
+        return next(iter(self.rules_by_symbol))
 
     @cached_property
     def bottom_up(self) -> tuple[int, ...]:
         """Symbols that have rules, each after the symbols in its right sides; the root is last."""
-        parts = {symbol: {part for side in sides for part in side} for symbol, sides in self.rules_of.items()}
+        parts = {symbol: {part for side in sides for part in side} for symbol, sides in self.rules_by_symbol.items()}
         return tuple(symbol for symbol in TopologicalSorter(parts).static_order() if symbol in parts)
 
     @cached_property
     def vocab_size(self) -> int:
         """Number of tokens, V: the terminals and BOS."""
-        named = {symbol for sides in self.rules_of.values() for side in sides for symbol in side}
-        return 1 + len(named - set(self.rules_of))
+        named = {symbol for sides in self.rules_by_symbol.values() for side in sides for symbol in side}
+        return 1 + len(named - set(self.rules_by_symbol))
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -167,7 +167,7 @@ class CFGGrammar:
         probability = {token: np.array([0.0, 1.0]) for token in range(1, self.vocab_size)}
         token_at = {token: np.eye(self.vocab_size)[:, token : token + 1] for token in probability}
         for symbol in self.bottom_up:
-            sides = self.rules_of[symbol]
+            sides = self.rules_by_symbol[symbol]
             longest = max(sum(len(probability[part]) - 1 for part in side) for side in sides)
             probability[symbol], token_at[symbol] = np.zeros(longest + 1), np.zeros((self.vocab_size, longest))
             for side in sides:
@@ -186,12 +186,14 @@ class CFGGrammar:
 
         A token has a single rule, which maps it to itself.
         """
-        rules_of = {**{token: ((token,),) for token in range(self.vocab_size)}, **self.rules_of}
-        sides = [side for of_symbol in rules_of.values() for side in of_symbol]
-        first_rule = np.zeros(max(rules_of) + 1, np.int64)
+        rules_by_symbol = {**{token: ((token,),) for token in range(self.vocab_size)}, **self.rules_by_symbol}
+        sides = [side for of_symbol in rules_by_symbol.values() for side in of_symbol]
+        first_rule = np.zeros(max(rules_by_symbol) + 1, np.int64)
         rule_count = np.ones_like(first_rule)
-        rule_count[list(rules_of)] = [len(of_symbol) for of_symbol in rules_of.values()]
-        first_rule[list(rules_of)] = np.cumsum(rule_count[list(rules_of)]) - rule_count[list(rules_of)]
+        rule_count[list(rules_by_symbol)] = [len(of_symbol) for of_symbol in rules_by_symbol.values()]
+        first_rule[list(rules_by_symbol)] = (
+            np.cumsum(rule_count[list(rules_by_symbol)]) - rule_count[list(rules_by_symbol)]
+        )
         width_R = np.array([len(side) for side in sides])
         present_RW = np.arange(width_R.max()) < width_R[:, None]
         parts_RW = np.zeros(present_RW.shape, np.int64)
@@ -235,7 +237,7 @@ class CFGGrammar:
             at = np.flatnonzero(tokens.numpy() == token)
             chart[token] = csr_array((np.ones(len(at)), (at, at + 1)), shape=(n + 1, n + 1))
         for symbol in self.bottom_up:
-            sides = self.rules_of[symbol]
+            sides = self.rules_by_symbol[symbol]
             chart[symbol] = sum(
                 (reduce(operator.matmul, (chart[part] for part in side)) for side in sides[1:]),
                 start=reduce(operator.matmul, (chart[part] for part in sides[0])),
@@ -244,14 +246,14 @@ class CFGGrammar:
         return math.log(probability) if probability else -math.inf
 
     @cached_property
-    def chain(self) -> Chain:
+    def chain(self) -> MarkovChain:
         """The stream as a Markov chain, by leftmost derivation.
 
         A state is a token followed by the symbols still to be expanded, such as (1, 5, 4); the root follows BOS.
         """
         from scipy.sparse import csr_array
 
-        rules = self.rules_of
+        rules = self.rules_by_symbol
         start: Rule = (BOS, self.root)
         numbers: dict[Rule, int] = {start: 0}
         ahead: list[Rule] = [start]
@@ -279,7 +281,7 @@ class CFGGrammar:
             visits += here
             here = here @ matrix
             here[0] = 0
-        return Chain(np.array([state[0] for state in numbers]), matrix, visits / visits.sum())
+        return MarkovChain(np.array([state[0] for state in numbers]), matrix, visits / visits.sum())
 
     def window_log_probability(self, tokens: Tensor) -> Tensor:
         """Return log P(token | previous tokens in its window), in nats: (B, T) float64, for windows (B, T) int64.

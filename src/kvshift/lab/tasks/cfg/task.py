@@ -83,7 +83,7 @@ class CFGTask:
         """Draw the next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         needed = batch_size * self.length
-        parts = [self._rest_of_a_sentence(generator)]
+        parts = [self._rest_of_sentence(generator)]
         while (missing := needed - sum(map(len, parts))) > 0:
             parts.append(self.grammar.stream(generator, 1 + math.ceil(missing / (self.grammar.lengths.mean + 1))))
         ids_BT = torch.from_numpy(np.concatenate(parts)[:needed]).reshape(batch_size, self.length)
@@ -119,7 +119,7 @@ class CFGTask:
         """
         return -float(self.grammar.window_log_probability(batch.input_ids)[:, 1:].mean())
 
-    def _rest_of_a_sentence(self, generator: torch.Generator) -> np.ndarray:
+    def _rest_of_sentence(self, generator: torch.Generator) -> np.ndarray:
         """Draw a uniformly random token of an endless stream; return it and the rest of its sentence.
 
         One of N + 1 positions is drawn for each sentence (BOS is position 0), and the first sentence that has its

@@ -6,7 +6,7 @@ from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
 from kvshift.lab.tasks.igsm.wording import spaced
 
 
-def is_right(problem: Problem, text: str) -> dict[str, bool]:
+def check_solution(problem: Problem, text: str) -> dict[str, bool]:
     """Judge the text of a solution, detokenized or spaced, by two measures.
 
     paper   a step defines the quantity that the question asks for and ends in the right value, regardless of all other
@@ -59,7 +59,7 @@ def _follows(step: Step | None, problem: Problem, known: Known) -> bool:
     letters = [" ".join(equation[0]) for equation in step.equations]
     if letters[-1] != step.letter or len({*letters, *known.letters}) != len(letters) + len(known.letters):
         return False
-    if not definition.agrees(step, known):
+    if not definition.is_correct_step(step, known):
         return False
     for letter in letters:
         known.letters[letter] = None

@@ -11,7 +11,7 @@ Uniform = Callable[[], float]
 T = TypeVar("T")
 
 
-def chosen(among: Sequence[T], count: int, uniform: Uniform) -> list[T]:
+def sample_distinct(among: Sequence[T], count: int, uniform: Uniform) -> list[T]:
     """Return `count` different elements of `among`, in random order."""
     left = list(among)
     for at in range(count):

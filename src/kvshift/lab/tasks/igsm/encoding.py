@@ -141,7 +141,7 @@ class _Subwords(Encoder):
         assert isinstance(self.tokenizer.eos_token_id, int)  # load_tokenizer guarantees it
         self.end_token = self.tokenizer.eos_token_id
         self.begin, self.parting = ([_MARKS[0]], [_MARKS[1]]) if layout.markers else ([], [])
-        if layout.markers and not self._leaves_out(_MARKS):
+        if layout.markers and not self._are_unused(_MARKS):
             raise LabError(
                 f"igsm.markers needs the tokens {_MARKS[0]} and {_MARKS[1]}, which the tokenizer {name!r} lacks or "
                 "uses for text: give markers no, or GPT-2's tokenizer"
@@ -175,7 +175,7 @@ class _Subwords(Encoder):
     def decode(self, ids: Tensor) -> str:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
-    def _leaves_out(self, ids: tuple[int, ...]) -> bool:
+    def _are_unused(self, ids: tuple[int, ...]) -> bool:
         text = " ".join(VOCABULARY[3:])
         used = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return max(ids) < self.vocab_size and not set(ids) & set(used)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvshift.lab.tasks.igsm.drawing import Uniform, chosen
+from kvshift.lab.tasks.igsm.drawing import Uniform, sample_distinct
 from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
@@ -73,7 +73,9 @@ def draw_structure(uniform: Uniform, max_edges: int) -> Structure:
     system = SYSTEMS[int(uniform() * len(SYSTEMS))]
     start = int(uniform() * (len(system) - depth + 1))
     categories = system[start : start + depth]
-    items = [chosen(category.items, width, uniform) for category, width in zip(categories, widths, strict=True)]
+    items = [
+        sample_distinct(category.items, width, uniform) for category, width in zip(categories, widths, strict=True)
+    ]
     held = [
         (layer, int(uniform() * widths[layer]), below)
         for layer in range(depth - 1)
@@ -86,7 +88,7 @@ def draw_structure(uniform: Uniform, max_edges: int) -> Structure:
         for below in range(widths[layer + 1])
         if (layer, above, below) not in held
     ]
-    held += chosen(others, count - len(held), uniform)
+    held += sample_distinct(others, count - len(held), uniform)
     return Structure(categories, tuple(map(tuple, items)), tuple(held))
 
 
@@ -132,9 +134,9 @@ def _dependencies(
             if not missing[user]:
                 arrive(user, waiting[user])
 
-    for name in chosen(stated, len(stated), uniform):
+    for name in sample_distinct(stated, len(stated), uniform):
         count = int(uniform() * (min(_MOST_DEPENDENCIES, len(there)) + 1))
-        dependencies = tuple(chosen(there, count, uniform))
+        dependencies = tuple(sample_distinct(there, count, uniform))
         minus = count == 2 and uniform() < 0.5
         if count and uniform() < 0.5:
             arrive(name, Instance(dependencies, minus, modulus=modulus))
@@ -201,7 +203,7 @@ def _problem(
     ]
     whole, part = asked.split(" 's ")
     return Problem(
-        statements=tuple(chosen(statements, len(statements), uniform)),
+        statements=tuple(sample_distinct(statements, len(statements), uniform)),
         question=f"How many {part} does {whole} have ?",
         solution=tuple(writing.sentences),
         computed=tuple(writing.computed),

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvshift.lab.tasks.igsm.drawing import Uniform, chosen
+from kvshift.lab.tasks.igsm.drawing import Uniform, sample_distinct
 from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
 from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
 from kvshift.lab.tasks.igsm.wording import LETTERS, MODULUS
@@ -69,7 +69,7 @@ class Rule:
             return (operands[0] - sum(operands[1:])) % self.modulus
         return sum(operands) % self.modulus
 
-    def agrees(self, step: Step, known: Known) -> bool:
+    def is_correct_step(self, step: Step, known: Known) -> bool:
         """Return True for `letter = expression = value` (constants: `letter = value`) with the values of the operands.
 
         Operands may be in any order, except that the minuend must come first.
@@ -108,7 +108,7 @@ def as_printed(
     quantities: list[str] = []
     for category in _CATEGORIES:
         count = min_items + int(uniform() * (max_items - min_items + 1))
-        quantities += _quantities(category, chosen(category.items, count, uniform))
+        quantities += _quantities(category, sample_distinct(category.items, count, uniform))
     return problem_of(_rules(quantities, uniform, max_operations, modulus), uniform, letters)
 
 
@@ -145,7 +145,7 @@ def problem_of(rules: Mapping[str, Rule], uniform: Uniform, letters: Letters = "
     """
     if len(rules) > MAX_OPS[letters]:
         raise ValueError(f"a problem has at most {MAX_OPS[letters]} quantities, got {len(rules)}")
-    names = LETTERS if letters == "in_order" else chosen(LETTERS, len(rules), uniform)
+    names = LETTERS if letters == "in_order" else sample_distinct(LETTERS, len(rules), uniform)
     values: dict[str, int] = {}
     solution: list[str] = []
     for letter, name in zip(names, solution_order(rules), strict=False):
@@ -157,7 +157,7 @@ def problem_of(rules: Mapping[str, Rule], uniform: Uniform, letters: Letters = "
     asked = list(rules)[int(uniform() * len(rules))]
     item, category = asked.split(" in each ")
     return Problem(
-        statements=tuple(chosen(statements, len(statements), uniform)),
+        statements=tuple(sample_distinct(statements, len(statements), uniform)),
         question=f"How many {item} does {category} have ?",
         solution=tuple(solution),
         computed=tuple(rules[name].operation != "constant" for name in values),
@@ -177,7 +177,7 @@ def _items(uniform: Uniform, ops: int) -> list[str]:
         counts[open_to[int(uniform() * len(open_to))]] += 1
     quantities: list[str] = []
     for category, count in zip(_CATEGORIES, counts, strict=True):
-        quantities += _quantities(category, chosen(category.items, count, uniform))
+        quantities += _quantities(category, sample_distinct(category.items, count, uniform))
     return quantities
 
 
@@ -195,7 +195,7 @@ def _rules(quantities: list[str], uniform: Uniform, max_operations: int, modulus
         count = int(uniform() * (min(_MOST_DEPENDENCIES, len(left)) + 1))
         operation: Operation = "constant" if count == 0 else ("+", "-", "*")[int(uniform() * 3)]
         number = 1 + int(uniform() * (modulus - 1)) if count < 2 else None
-        rules[name] = Rule(operation, tuple(chosen(left, count, uniform)), number, modulus)
+        rules[name] = Rule(operation, tuple(sample_distinct(left, count, uniform)), number, modulus)
     return rules
 
 

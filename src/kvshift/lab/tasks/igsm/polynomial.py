@@ -20,7 +20,7 @@ def quantity(name: str) -> Polynomial:
     return {(name,): 1}
 
 
-def combined(one: Polynomial, sign: str, other: Polynomial) -> Polynomial:
+def combine(one: Polynomial, sign: str, other: Polynomial) -> Polynomial:
     """Return the sum, difference or product of two polynomials, for the sign +, - or *."""
     if sign == "*":
         product: Polynomial = {}
@@ -37,6 +37,6 @@ def combined(one: Polynomial, sign: str, other: Polynomial) -> Polynomial:
     return total
 
 
-def reduced(polynomial: Polynomial, modulus: int) -> Polynomial:
+def reduce_modulo(polynomial: Polynomial, modulus: int) -> Polynomial:
     """Reduce the coefficients by the modulus, and drop those that are 0."""
     return {names: number % modulus for names, number in polynomial.items() if number % modulus}

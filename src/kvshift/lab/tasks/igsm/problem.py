@@ -51,7 +51,7 @@ class Definition(Protocol):
         """Return the value of the quantity, 0 ... modulus - 1, from the values of the dependencies."""
         ...
 
-    def agrees(self, step: Step, known: Known) -> bool:
+    def is_correct_step(self, step: Step, known: Known) -> bool:
         """Return True if the equations of a step correctly compute this quantity from the known ones."""
         ...
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvshift.lab.tasks.igsm.polynomial import Polynomial, combined, constant, quantity, reduced
+from kvshift.lab.tasks.igsm.polynomial import Polynomial, combine, constant, quantity, reduce_modulo
 from kvshift.lab.tasks.igsm.problem import Known, Step
 from kvshift.lab.tasks.igsm.wording import MODULUS
 
@@ -40,14 +40,14 @@ class Instance:
             return base % self.modulus
         return (self.number * base if self.times else self.number + base) % self.modulus
 
-    def agrees(self, step: Step, known: Known) -> bool:
-        """See `_agrees`."""
+    def is_correct_step(self, step: Step, known: Known) -> bool:
+        """See `_equations_match`."""
         base: Polynomial = {}
         for at, name in enumerate(self.dependencies):
-            base = combined(base, "-" if self.minus and at else "+", quantity(name))
+            base = combine(base, "-" if self.minus and at else "+", quantity(name))
         if self.number is not None:
-            base = combined(constant(self.number), "*" if self.times else "+", base)
-        return _agrees(step, known, base, self.modulus)
+            base = combine(constant(self.number), "*" if self.times else "+", base)
+        return _equations_match(step, known, base, self.modulus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +74,18 @@ class Abstract:
         """See `Definition.value`."""
         return sum(math.prod(values[name] for name in term) for term in self.terms) % self.modulus
 
-    def agrees(self, step: Step, known: Known) -> bool:
-        """See `_agrees`."""
+    def is_correct_step(self, step: Step, known: Known) -> bool:
+        """See `_equations_match`."""
         total: Polynomial = {}
         for term in self.terms:
             product = constant(1)
             for name in term:
-                product = combined(product, "*", quantity(name))
-            total = combined(total, "+", product)
-        return _agrees(step, known, total, self.modulus)
+                product = combine(product, "*", quantity(name))
+            total = combine(total, "+", product)
+        return _equations_match(step, known, total, self.modulus)
 
 
-def _agrees(step: Step, known: Known, wanted: Polynomial, modulus: int) -> bool:
+def _equations_match(step: Step, known: Known, wanted: Polynomial, modulus: int) -> bool:
     """Return True if a step computes `wanted`, in any order and with any auxiliary letters.
 
     Each equation must have the form `X = expression [= the same in numbers] = value`. An expression is one letter or
@@ -115,7 +115,7 @@ def _agrees(step: Step, known: Known, wanted: Polynomial, modulus: int) -> bool:
                 return False
             if sides[0][0].isalpha() or second.isalpha():
                 chain.append((str(value), sign, str(other[1])))
-            polynomial = combined(polynomial, sign, other[0])
+            polynomial = combine(polynomial, sign, other[0])
             value = {"+": value + other[1], "-": value - other[1], "*": value * other[1]}[sign] % modulus
         if (str(value),) != chain[-1]:
             chain.append((str(value),))
@@ -124,4 +124,4 @@ def _agrees(step: Step, known: Known, wanted: Polynomial, modulus: int) -> bool:
         found[target[0]] = polynomial, value
     if step.equations[-1][0] != (step.letter,):
         return False
-    return reduced(found[step.letter][0], modulus) == reduced(wanted, modulus)
+    return reduce_modulo(found[step.letter][0], modulus) == reduce_modulo(wanted, modulus)

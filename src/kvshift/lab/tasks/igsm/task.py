@@ -33,7 +33,7 @@ from torch import Tensor
 from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.igsm import igsm, kamino
-from kvshift.lab.tasks.igsm.checker import is_right
+from kvshift.lab.tasks.igsm.checker import check_solution
 from kvshift.lab.tasks.igsm.drawing import Uniform
 from kvshift.lab.tasks.igsm.encoding import WORDS, Encoded, Layout, make_encoder
 from kvshift.lab.tasks.igsm.problem import TRAINING_BUCKETS, Problem, bucket_of
@@ -128,7 +128,7 @@ class IGSMTask:
     `test_ops`. There are few igsm sketches with few operations: 1 with one operation, which is for questions, and 3
     with two. If a drawn problem belongs to the other split, its number of operations is drawn again, too.
 
-    The prompt of a question contains the statements and the question. `judge` calls `checker.is_right`.
+    The prompt of a question contains the statements and the question. `judge` calls `checker.check_solution`.
 
     Slices: "values" contains the results of computations in solutions; "solution" contains the other tokens of
     solutions, including the end token. They are measured on new sequences like those of training, in which the tokens
@@ -183,8 +183,8 @@ class IGSMTask:
         return [Question(torch.tensor(prompt), problem) for prompt, problem in zip(prompts, problems, strict=True)]
 
     def judge(self, question: Question, answer: Tensor) -> dict[str, bool]:
-        """See `QuestionTask.judge` and `checker.is_right`."""
-        return is_right(question.truth, self.encoder.decode(answer))
+        """See `QuestionTask.judge` and `checker.check_solution`."""
+        return check_solution(question.truth, self.encoder.decode(answer))
 
     def draw(self, uniform: Uniform, *, training: bool) -> Problem:
         """Draw a problem.
