@@ -50,8 +50,8 @@ def recompute_shift_in_backward(
     """Within this context, attention saves the raw k and v for backward instead of the shifted ones.
 
     This saves memory at the cost of one more shift, and changes no bit of any result or gradient. Tensors are saved as
-    usual if their coefficients are not trained, if other hooks handle the tensors that autograd saves, or if hooks on
-    the modules could change their outputs.
+    usual if `shift` computes another formula than `KVShift`, if their coefficients are not trained, if other hooks
+    handle the tensors that autograd saves, or if hooks on the modules could change their outputs.
 
     Args:
         shift: the layer that computed the shift.
@@ -59,6 +59,8 @@ def recompute_shift_in_backward(
         shifted: the k and v that it returned and that attention will get, in any view.
         state, rotary, norms, where: the other arguments of `KVShift.forward`.
     """
+    if type(shift).forward is not KVShift.forward:
+        return SAVE_ALL  # another formula stands in its place
     if not (is_worth_recomputing(raw[0]) and may_recompute(shift, *(norms or ()))):
         return SAVE_ALL
     parameters = (shift.alpha, shift.beta)

@@ -12,6 +12,7 @@ from kvshift.lab.variants.bidirectional import EncoderOptions, LabEncoder, shift
 from kvshift.lab.variants.building import build_model, count_parameters, describe
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.uncached import decodes_with_cache
+from kvshift.layers import recompute
 
 from .layouts import LAYOUTS, before, given
 
@@ -133,6 +134,17 @@ def test_it_sees_what_follows_and_the_shift_its_own_way() -> None:
     other = tokens.clone()
     other[0, -1] = 7
     assert not torch.equal(model(tokens).logits[0, 0], model(other).logits[0, 0])
+
+
+@every_direction
+def test_backward_recomputes_no_causal_shift(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = []
+    for _ in range(2):
+        model = encoder(direction).train()
+        model(input_ids=torch.arange(18).view(2, 9) % 11).logits.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0})
+    assert all(map(torch.equal, *gradients))
 
 
 @every_direction

@@ -30,7 +30,6 @@ from kvshift.lab.tasks.option_checks import check_at_least, check_choices
 from kvshift.lab.variants.attending import require_token_mask
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder
 from kvshift.layers import KVShift, ShiftOptions
-from kvshift.layers.recompute import SAVE_ALL
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.models.llama.modeling import KVShiftLlamaPreTrainedModel
 from kvshift.ops import shift_tokens
@@ -99,10 +98,6 @@ class BidirectionalShift(KVShift):
         finish = {name: call.get(name) for name in ("rotary", "norms")}
         q, k, v, _ = shift_norm_rope(q, k, v, None, None, **finish, keep_state=False)  # type: ignore[assignment]  # queries were given
         return q, k, v, None
-
-    def recomputing(self, *_: Any, **__: Any) -> Any:
-        """See `KVShift.recomputing`; here autograd saves the inputs of attention and recomputes nothing."""
-        return SAVE_ALL
 
 
 @dataclass(frozen=True, kw_only=True)

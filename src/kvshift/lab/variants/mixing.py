@@ -9,7 +9,6 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.small_gpt2 import LabGPT2
 from kvshift.lab.variants.variant import ModelVariant, Size
 from kvshift.layers import KVShift
-from kvshift.layers.recompute import SAVE_ALL
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.retrofit.family import add_child
 from kvshift.ops import ShiftState, shift_tokens
@@ -76,10 +74,6 @@ class TokenMixing(nn.Module):
         k, v, state = self.mix(k, v, state, mask=mask, seq_idx=seq_idx)
         q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms, keep_state=False)  # type: ignore[assignment]  # queries were given
         return q, k, v, state if keep_state else None
-
-    def recomputing(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """See `KVShift.recomputing`; here autograd saves the inputs of attention and recomputes nothing."""
-        return SAVE_ALL
 
 
 def _place(model: Any) -> None:
