@@ -105,7 +105,7 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
     text = results_pages.results_page(results_pages.complete_presets(results))
     assert "| own best of 3 | **" in text
     assert "at one rate |" not in text
-    assert "At an end of the grid, so that a better one may lie beyond: vanilla, 2 layers (0.004)." in text
+    assert "At an end of the grid, so a better rate may lie beyond it: vanilla, 2 layers (0.004)." in text
 
 
 def test_where_rates_are_the_question_each_model_has_several(results: Path) -> None:

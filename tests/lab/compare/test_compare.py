@@ -267,7 +267,7 @@ def test_what_changes_no_number_may_differ(tmp_path, children, undrawn):
         ({"train": TrainConfig(out=Path("x"), model=ModelConfig(variant="smear"))}, r"model\.variant .* is only for"),
         (
             {"train": TrainConfig(out=Path("x"), init_from="llama"), "variants": ("vanilla", "smear")},
-            "variants has smear, but only vanilla and KV-shift variants can start from init_from",
+            "variants has smear, but with init_from only vanilla and plain shifts are possible",
         ),
         (
             {

@@ -143,7 +143,7 @@ def test_the_command_tunes_first_and_reports_what_it_chose(two_variants: Recipe,
     assert {record.arm: record.options["optimizer"]["learning_rate"] for record in shown} == chosen
     assert {record.seed for record in shown} == {0}
     page = (folder / "report.md").read_text()
-    assert "by the accuracy at the end (mean of 3) up to 99 %, and of those that reach it by how soon, in runs" in page
+    assert "by the accuracy at the end (mean of 3) up to 99 %, then how soon it is reached, from separate" in page
     assert f"({records[0].options['steps']} steps, seeds 1000)" in page
     assert json.loads((folder / "records.jsonl").read_text().splitlines()[0])["tunes"] == {
         "variant": "vanilla",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvshift.lab.study.report_progress import last_step, report_progress
+from kvshift.lab.study.watching import last_step, report_progress
 
 from .cases import Counting
 

@@ -138,8 +138,8 @@ def test_on_the_small_gpt2() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("differential", {"hidden_size": 24, "num_attention_heads": 4}, "differential cannot .* multiple of 4, got 6"),
-        ("differential-wide", {"num_attention_heads": 3, "hidden_size": 24}, "even number of them, got 3"),
+        ("differential", {"hidden_size": 24, "num_attention_heads": 4}, "a multiple of 4 .*, got 6"),
+        ("differential-wide", {"num_attention_heads": 3, "hidden_size": 24}, "must be even with halve_heads, got 3"),
     ],
 )
 def test_sizes_that_cannot_be(name: str, options: dict, said: str) -> None:

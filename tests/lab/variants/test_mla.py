@@ -162,7 +162,7 @@ def test_parameters_of_the_papers_size() -> None:
     ("name", "options", "said"),
     [
         ("mla", {"hidden_size": 24, "num_attention_heads": 4}, "qk_rope_head_dim must be even, got 3"),
-        ("mla-kv-shift", {"hidden_size": 24, "num_attention_heads": 1}, "needs two heads, got 1"),
+        ("mla-kv-shift", {"hidden_size": 24, "num_attention_heads": 1}, "must be 2 or more with hard_shift, got 1"),
     ],
 )
 def test_sizes_that_cannot_be(name: str, options: dict, said: str) -> None:

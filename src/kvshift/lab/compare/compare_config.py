@@ -105,4 +105,4 @@ class CompareConfig:
             raise LabError("equal_parameters cannot be combined with init_from, whose MLPs have a fixed width")
         others = [entry.name for entry in entries if not entry.shifts and entry.name != "vanilla"]
         if self.train.init_from is not None and others:
-            raise LabError(f"variants has {others[0]}, but only vanilla and KV-shift variants can start from init_from")
+            raise LabError(f"variants has {others[0]}, but with init_from only vanilla and plain shifts are possible")
