@@ -19,7 +19,7 @@ from .engines import Engine, different, drawn, engine
 
 Checkpoint = Callable[[str], Path]
 WINDOW = 2
-metadata_of = PagedShiftMetadata.of
+metadata_of = PagedShiftMetadata.from_batch
 NAMES = ("num_reqs", "max_query_len", "query_start_loc", "query_start_loc_cpu", "seq_lens", "block_table_tensor")
 
 
