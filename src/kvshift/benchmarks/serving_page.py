@@ -71,8 +71,8 @@ def _speed(rows: Sequence[Row]) -> str:
     lines: list[tuple[str, ...]] = [heading]
     found = {(row["part"], row["model"]): row for row in rows}
     for row in rows:
-        theirs, control = (found.get((row["part"], name)) for name in (BASELINE, CONTROL))
-        if row is theirs or row is control or theirs is None:
+        theirs, control = found[row["part"], BASELINE], found.get((row["part"], CONTROL))
+        if row is theirs or row is control:
             continue
         tokens = row["requests"] * (row["prompt_tokens"] if row["new_tokens"] == 1 else row["new_tokens"])
         rates = (

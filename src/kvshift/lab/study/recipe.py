@@ -81,7 +81,7 @@ class Score:
 
     Attributes:
         numbers: returns numbers that are compared as a tuple; higher is better.
-        says: description of these numbers, in words.
+        description: these numbers in words.
     """
 
     numbers: Callable[[Record], tuple[float, ...]]
