@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from kvshift.lab.analysis.accuracy import draw_groups, draw_means
-from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
+from kvshift.lab.analysis.accuracy import draw_chance
+from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import layers_text, pair
@@ -21,8 +21,8 @@ from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.decide import ENTRY
-from kvshift.recipes.phase.changes import KIND_NAMES, PhaseChanges, mean_text
-from kvshift.recipes.phase.phase_search import BASE, tokens_per_step
+from kvshift.recipes.phase.changes import KIND_NAMES, PhaseChanges, draw_changes, mean_text
+from kvshift.recipes.phase.phase_search import BASE, LEVEL
 
 MARGIN = 0.01
 """Smallest useful gain, in nats per token. The gains in the paper's tables are 0.01 to 0.03."""
@@ -147,39 +147,27 @@ def _kind(changes: PhaseChanges, layers: int, kind: str) -> Claim:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Plot loss and prefix matching over tokens, and the final difference of losses by depth and kind of target."""
+    """Plot prefix matching and the losses by kind of target over tokens, in a row for each depth."""
     changes = PhaseChanges(records)
-    titles = ["Validation loss", "Prefix matching, best head", "KV-shift minus vanilla at the end, by kind of target"]
-    figure, (losses, matching, gains) = new_figure(
-        titles, ylabels=[LOSS, "attention", "difference (nats per token)"], height=3.8
-    )
-    arms = [arm for layers in changes.depths for arm in pair(layers=layers)]
-    for axes, name in ((losses, "loss"), (matching, "prefix_matching")):
-        draw_means(
-            axes,
-            {
-                arm.label: {seed: _over_tokens(record, name) for seed, record in changes.models[arm].items()}
-                for arm in arms
-            },
-        )
-        axes.set_xlabel("million training tokens")
-    kinds = {"all targets": "loss", **{text: f"loss_{kind}" for kind, text in KIND_NAMES.items()}}
-    by_kind = {
-        f"{text}, 95 % interval": [
-            [-gain for gain in changes.gains(layers, name, changes.last_steps(layers))] for layers in changes.depths
-        ]
-        for text, name in kinds.items()
+    names = {
+        "prefix_matching": "prefix matching",
+        "loss_pair_seen": "loss, pair seen before",
+        "loss_token_seen": "loss, first token seen",
+        "loss_neither": "loss, first token new",
     }
-    draw_groups(gains, [str(layers) for layers in changes.depths], by_kind, interval=True)
-    gains.axhline(0, color="black", linewidth=0.8)
-    gains.set_xlabel("layers")
-    legend_below(figure)
+    titles = [f"{layers_text(layers)}: {text}" for layers in changes.depths for text in names.values()]
+    figure, panels = new_figure(titles, columns=len(names), height=2.2)
+    for row, layers in enumerate(changes.depths):
+        ours, theirs = pair(layers=layers)
+        for column, name in enumerate(names):
+            axes = panels[row * len(names) + column]
+            if row > 0:
+                axes.sharey(panels[column])
+            draw_changes(axes, changes, {ours: "KV-shift", theirs: "vanilla"}, name)
+    for axes in panels[:: len(names)]:
+        draw_chance(axes, LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")
+    legend_below(figure, f"{INTERVALS}; losses in nats per token, positions from 64 on")
     return figure
-
-
-def _over_tokens(record: Record, name: str) -> tuple[list[float], list[float]]:
-    steps, values = accuracy_curve(record, name)
-    return [step * tokens_per_step(record) / 1e6 for step in steps], values
 
 
 RECIPE = Recipe(

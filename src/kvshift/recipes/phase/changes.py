@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means
@@ -169,31 +170,40 @@ def plot_changes(records: Sequence[Record]) -> Figure:
         "loss_token_seen": "Loss where the first token was seen, followed by others",
         "loss_neither": "Loss where the first token is new in the row",
     }
-    arms = [arm for layers in changes.depths for arm in pair(layers=layers)]
+    arms = {arm: arm.label for layers in changes.depths for arm in pair(layers=layers)}
     figure, panels = new_figure(
         [*titles.values()], ylabels=["prefix matching", *["loss (nats per token)"] * 3], height=3.4
     )
-    tokens = tokens_per_step(records[0])
     for axes, name in zip(panels, titles, strict=True):
-        curves = {
-            arm.label: {
-                seed: ([step * tokens / 1e6 for step in steps], values)
-                for seed, (steps, values) in (
-                    (seed, accuracy_curve(record, name)) for seed, record in changes.models[arm].items()
-                )
-            }
-            for arm in arms
-            if any(value is not None for record in changes.models[arm].values() for value in record.curve.get(name, []))
-        }
-        draw_means(axes, curves)
-        lines = {line.get_label(): line for line in axes.get_lines()}
-        for arm in arms:
-            mean = changes.steps_to_change(arm).mean
-            if mean is not None and arm.label in lines:
-                axes.axvline(mean * tokens / 1e6, color=lines[arm.label].get_color(), linestyle=":", linewidth=1)
-        axes.set_xlabel("million training tokens")
+        draw_changes(axes, changes, arms, name)
     is_drawn = any(changes.steps_to_change(arm).mean is not None for arm in arms)
     when = "; upright lines: when" if is_drawn else ""
     draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to have changed{when}")
     legend_below(figure, INTERVALS)
     return figure
+
+
+def draw_changes(axes: Axes, changes: PhaseChanges, arms: Mapping[Arm, str], name: str) -> None:
+    """Draw a curve of some arms over tokens, with an upright line where an arm begins to copy.
+
+    Args:
+        axes: where to draw.
+        changes: the records.
+        arms: labels of the arms to draw.
+        name: name of the curve in the records; arms whose records lack it are omitted.
+    """
+    tokens = tokens_per_step(changes.records[0])
+    curves = {}
+    for arm, label in arms.items():
+        by_seed = {seed: accuracy_curve(record, name) for seed, record in changes.models[arm].items()}
+        if any(values for _, values in by_seed.values()):
+            curves[label] = {
+                seed: ([step * tokens / 1e6 for step in steps], values) for seed, (steps, values) in by_seed.items()
+            }
+    draw_means(axes, curves)
+    axes.set_xlabel("million training tokens")
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    for arm, label in arms.items():
+        mean = changes.steps_to_change(arm).mean
+        if mean is not None and label in lines:
+            axes.axvline(mean * tokens / 1e6, color=lines[label].get_color(), linestyle=":", linewidth=1)
