@@ -55,15 +55,15 @@ def _shift_next_token(call: Call, cache: CoefficientCache) -> list[Tensor]:
             outputs.append(x)
             continue
         columns = cache.columns(index, coefficients, dtype)
-        if previous.dtype is not dtype:
-            previous = previous.to(dtype)
         y = x * columns.current  # in the dtype of the arithmetic
         if columns.none_is_zero:
-            y.addcmul_(previous, columns.previous)
-        else:
-            y.masked_fill_(columns.current == 0, 0)
-            y = torch.where(columns.previous == 0, y, torch.addcmul(y, previous, columns.previous))
-        outputs.append(y if x.dtype is dtype else y.to(x.dtype))
+            # Operations convert their arguments and results themselves; `to` would be another launch for each.
+            out = y if x.dtype is dtype else torch.empty_like(x)
+            outputs.append(torch.addcmul(y, previous, columns.previous, out=out))
+            continue
+        y.masked_fill_(columns.current == 0, 0)
+        y = torch.where(columns.previous == 0, y, torch.addcmul(y, previous, columns.previous))
+        outputs.append(y.to(x.dtype))
     return outputs
 
 
