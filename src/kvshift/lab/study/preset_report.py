@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,8 +143,9 @@ def _shown(value: Any) -> str:
 
 def _provenance(records: Sequence[Record]) -> str:
     """Describe the origin of the numbers in one line: runs, hardware, program, dates, CPU time."""
-    hardware = sorted({_machine(record) for record in records})
-    commits = sorted({str(record.environment.get("commit"))[:8] for record in records})
+    machines = Counter(_machine(record) for record in records)
+    hardware = [f"{name} ({count})" if len(machines) > 1 else name for name, count in sorted(machines.items())]
+    commits = sorted({_short(str(record.environment.get("commit"))) for record in records})
     days = sorted({str(record.environment.get("started"))[:10] for record in records})
     times = [record.result.get("processor_seconds") for record in records]
     known = [seconds for seconds in times if seconds is not None]
@@ -152,6 +154,11 @@ def _provenance(records: Sequence[Record]) -> str:
         f"{len(records)} runs on {', '.join(hardware)}, commit {', '.join(commits)}, "
         f"{days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}{spent}."
     )
+
+
+def _short(commit: str) -> str:
+    """Return the first eight digits, and "+" if tracked files differed from the commit."""
+    return commit[:8] + "+" * commit.endswith("+")
 
 
 def _machine(record: Record) -> str:

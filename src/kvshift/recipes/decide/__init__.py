@@ -1,14 +1,16 @@
-"""Does KV shift lower the loss on real text, at 2, 4 and 8 layers? Settings, claims and margin precede all runs."""
+"""Does KV shift lower the loss on real text, at 2, 4 and 8 layers? Claims and margin precede all runs."""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 
 ENTRY = Entry(
     name="decide",
-    title="the main claim on real text, at 2, 4 and 8 layers, written down before it was run",
+    title="the main claim on real text, at 2, 4 and 8 layers, with claims and margin written down before any run",
     presets={
         "smoke": Preset(seeds=1, cost="30 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
         "laptop": Preset(
-            seeds=6, cost="ten hours on two cores", grid=Grid(rates=(2e-3, 4e-3, 8e-3, 16e-3), seeds=(1000,))
+            seeds=6,
+            cost="ten hours on two cores, ten minutes on a GPU",
+            grid=Grid(rates=(2e-3, 4e-3, 8e-3, 16e-3), seeds=(1000,)),
         ),
         "pilot": Preset(seeds=2, cost="an hour and a half on two cores: how much the seed matters, before laptop"),
         "paper": Preset(

@@ -1,4 +1,4 @@
-"""Does KV shift lower the loss on real text, at 2, 4 and 8 layers? Settings, claims and margin precede all runs."""
+"""Does KV shift lower the loss on real text, at 2, 4 and 8 layers? Claims and margin precede all runs."""
 
 from __future__ import annotations
 
@@ -172,8 +172,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
 RECIPE = Recipe(
     entry=ENTRY,
-    source="The paper's main claim, a lower loss on text, in miniature; settings, claims and margin are older than the "
-    "runs",
+    source="The paper's main claim, a lower loss on text, in miniature; claims and margin are older than all runs",
     jobs=jobs,
     plot=plot,
     claims=claims,

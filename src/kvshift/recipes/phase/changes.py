@@ -140,8 +140,10 @@ class PhaseChanges:
                 gains = (self.gains(layers, loss, steps) for loss in ("loss", *(f"loss_{kind}" for kind in KINDS)))
                 rows.append((layers_text(layers), name, *map(mean_text, gains)))
         return (
-            "What KV shift gains, in nats per token (95 % intervals over seeds). Moments to which not all seeds come "
-            f"are left out.\n\n{as_markdown(rows, left=None)}"
+            "The gain, loss without the shift minus loss with it, in nats per token (95 % intervals over seeds). A "
+            f"model's change is the moment at which its prefix matching reaches {LEVEL:g}; a moment that some seed "
+            "does not reach is left out. The second column counts all positions, so it is not a mean of those after it.\n\n"
+            f"{as_markdown(rows, left=None)}"
         )
 
 
