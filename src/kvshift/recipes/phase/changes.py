@@ -142,8 +142,8 @@ class PhaseChanges:
         return (
             "The gain, loss without the shift minus loss with it, in nats per token (95 % intervals over seeds). A "
             f"model's change is the moment at which its prefix matching reaches {LEVEL:g}; a moment that some seed "
-            "does not reach is left out. The second column counts all positions, so it is not a mean of those after it.\n\n"
-            f"{as_markdown(rows, left=None)}"
+            "does not reach is left out. The second column counts all positions, so it is not a mean of those after it."
+            f"\n\n{as_markdown(rows, left=None)}"
         )
 
 
