@@ -4,7 +4,7 @@ from kvshift.lab.study.entry import Entry, Grid, Preset
 
 ENTRY = Entry(
     name="decide",
-    title="the main claim on real text, at 2, 4 and 8 layers, with claims and margin written down before any run",
+    title="the main claim on real text, at 2, 4 and 8 layers, claims written before any run",
     presets={
         "smoke": Preset(seeds=1, cost="30 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
         "laptop": Preset(

@@ -156,7 +156,8 @@ def plot(records: Sequence[Record]) -> Figure:
         "loss_neither": "loss, first token new",
     }
     titles = [f"{layers_text(layers)}: {text}" for layers in changes.depths for text in names.values()]
-    figure, panels = new_figure(titles, columns=len(names), height=2.2)
+    labels = ["attention", *["nats per token"] * 3] * len(changes.depths)
+    figure, panels = new_figure(titles, ylabels=labels, columns=len(names), height=2.2)
     for row, layers in enumerate(changes.depths):
         ours, theirs = pair(layers=layers)
         for column, name in enumerate(names):
@@ -166,7 +167,7 @@ def plot(records: Sequence[Record]) -> Figure:
             draw_changes(axes, changes, {ours: "KV-shift", theirs: "vanilla"}, name)
     for axes in panels[:: len(names)]:
         draw_chance(axes, LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")
-    legend_below(figure, f"{INTERVALS}; losses in nats per token, positions from 64 on")
+    legend_below(figure, f"{INTERVALS}; losses of positions from 64 on")
     return figure
 
 
