@@ -270,8 +270,12 @@ OF_AUTO: Table = {
         "sums of the first span alone": ("sums.sum(0)", "sums[0]", check_sums),
     },
     "decode.py": {
-        "one token without its state": ("y.addcmul_(previous,", "y.addcmul_(0 * previous,", check_one_token),
-        "one token before itself": ("y.addcmul_(previous,", "y.addcmul_(x,", check_one_token),
+        "one token without its state": (
+            "previous, columns.previous, out",
+            "0 * previous, columns.previous, out",
+            check_one_token,
+        ),
+        "one token before itself": ("previous, columns.previous, out", "x, columns.previous, out", check_one_token),
         "next token, zero times infinity": ("if columns.none_is_zero:", "if True:", check_next_token_of_infinities),
         "one token without norm": (
             "q, k = call.norms[0](q), call.norms[1](k)\n    # Rotated",
