@@ -25,6 +25,7 @@ LLAMAS = (
     "llama-window-3-linear",
     "llama-keys-gate-llama3",
     "llama-yarn",
+    "llama-dynamic",
     "llama-values-clamp-qk-norm",
     "llama-vanilla",
 )

@@ -73,7 +73,11 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"quantization_config": CONFIGS["gptq"] | {"dynamic": {r"+:.*o_proj": {"bits": 8}}}},
     ),
     "sliding_window": ("llama", {"shift_window": 3, "sliding_window": 2}),
-    "rope_parameters": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "rope_parameters": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "max_model_len must be at most max_position_embeddings, 512, .* got 2048": ("llama-dynamic", {}),
     "architectures": ("llama", {"architectures": ["KVShiftLlamaForSequenceClassification"]}),
     "tie_word_embeddings": ("baichuan-m1", {"tie_word_embeddings": True}),
 }

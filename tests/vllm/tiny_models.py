@@ -91,6 +91,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-yarn": _kvshift_llama(
         rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
     ),
+    "llama-dynamic": _kvshift_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
     "llama-values-clamp-qk-norm": _kvshift_llama(
         shift_targets=["v"],
         shift_window=4,

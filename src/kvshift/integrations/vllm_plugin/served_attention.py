@@ -63,6 +63,15 @@ def get_attention_options(config: Any, layer: int) -> AttentionOptions:
     )
 
 
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """Return the parameters of the rotary embedding.
+
+    "dynamic" changes no angle up to `max_position_embeddings`, beyond which `start_checks` refuses it.
+    """
+    rotary = config.rope_parameters
+    return rotary | {"rope_type": "default"} if rotary.get("rope_type") == "dynamic" else rotary
+
+
 class ServedAttention(nn.Module):
     """Attention with a shift, made of vLLM's projections, and with QK-norm if the family has it.
 
@@ -111,7 +120,7 @@ class ServedAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
         )
         self.rotary_emb = get_rope(
-            own.size, max_position=max_position_embeddings, rope_parameters=config.rope_parameters
+            own.size, max_position=max_position_embeddings, rope_parameters=_rope_parameters(config)
         )
         self.q_norm = self.k_norm = None
         if own.qk_norm:

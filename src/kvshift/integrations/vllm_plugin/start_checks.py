@@ -10,7 +10,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
 
-_ROTARY = ("default", "linear", "llama3", "yarn")  # "dynamic" has different angles in vLLM and transformers
+_ROTARY = ("default", "linear", "llama3", "yarn", "dynamic")
 _DRAFTS = ("ngram", "draft_model")
 _EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _TESTED_SCHEMES = ((("int", 8), ("int", 8)), (("float", 8), ("float", 8)), (("int", 4), None))
@@ -46,6 +46,12 @@ def _model_faults(vllm_config: VllmConfig) -> Iterator[str]:
     rotary = config.rope_parameters
     if rotary.get("rope_type", "default") not in _ROTARY or rotary.get("partial_rotary_factor", 1) != 1:
         yield f"rope_parameters must rotate whole heads and be of type {', '.join(_ROTARY)}; got {rotary}"
+    trained = config.max_position_embeddings
+    if rotary.get("rope_type") == "dynamic" and model.max_model_len > trained:
+        yield (
+            f"max_model_len must be at most max_position_embeddings, {trained}, with rope_parameters of type dynamic, "
+            f"got {model.max_model_len}: beyond, angles depend on the length in transformers, but not in vLLM"
+        )
     if not getattr(config, "is_causal", True):
         yield "is_causal must be True"
 
