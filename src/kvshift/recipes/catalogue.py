@@ -29,6 +29,7 @@ _ORDER = (
     "alternatives",
     "phase",
     "decide",
+    "keys_values",
     "depth",
     "tab06",
     "tab07",

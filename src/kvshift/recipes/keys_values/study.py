@@ -1,0 +1,92 @@
+"""Is it the shift of keys or that of values by which models begin to copy on real text?
+
+In the paper's construction, a head copies by shifted keys alone: the key of a token holds what came before it. Models
+with two layers that shift both, keys alone, or values alone are trained in the setting of `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from matplotlib.figure import Figure
+
+from kvshift.lab.analysis.accuracy import draw_chance
+from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
+from kvshift.lab.study.arm import Arm
+from kvshift.lab.study.claims import Claim, lower_loss
+from kvshift.lab.study.jobs import TextJob
+from kvshift.lab.study.recipe import Recipe, Record, last_loss
+from kvshift.lab.study.tuning import least_loss
+from kvshift.lab.training.train_config import TrainConfig
+from kvshift.lab.variants.by_name import with_variant
+from kvshift.recipes.decide import study as decide
+from kvshift.recipes.keys_values import ENTRY
+from kvshift.recipes.phase.changes import PhaseChanges, draw_changes
+from kvshift.recipes.phase.phase_search import LEVEL
+
+LAYERS = 2
+ARMS = [Arm(variant=variant, layers=LAYERS) for variant in ("kv-shift", "k-shift", "v-shift")]
+BOTH, KEYS, VALUES = ARMS
+_STEPS = {"laptop": 3_200_000 // (decide.LAPTOP.batch_size * decide.LAPTOP.data.sequence_length), "smoke": 4}
+
+
+def _config(preset: str) -> TrainConfig:
+    config = {"paper": decide.PAPER, "smoke": decide.SMOKE}.get(preset, decide.LAPTOP)
+    return replace(
+        config,
+        model=replace(config.model, num_hidden_layers=LAYERS),
+        optimizer=replace(config.optimizer, schedule="constant"),
+        steps=_STEPS.get(preset, 2000),
+    )
+
+
+def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
+    """Return a job for each arm with each seed."""
+    config = _config(preset)
+    return [
+        TextJob(arm=arm, config=replace(config, seed=seed, model=with_variant(config.model, str(arm.variant))))
+        for seed in seeds
+        for arm in ARMS
+    ]
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Return which of two arms begins to copy sooner, and which has the lower loss at the end, for each two arms."""
+    changes = PhaseChanges(records)
+    pairs = ((KEYS, VALUES), (BOTH, KEYS), (BOTH, VALUES))
+    return [
+        *(changes.sooner_claim(ours, theirs) for ours, theirs in pairs),
+        *(_lower_at_end(changes, ours, theirs) for ours, theirs in pairs),
+    ]
+
+
+def _lower_at_end(changes: PhaseChanges, ours: Arm, theirs: Arm) -> Claim:
+    losses = [[last_loss(run) for run in changes.models[arm].values()] for arm in (ours, theirs)]
+    return lower_loss(f"At the end, {ours}: a lower loss than {theirs}", *losses, names=(ours.label, theirs.label))
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """Plot prefix matching, and the loss on pairs of tokens seen before and on all targets, over tokens."""
+    changes = PhaseChanges(records)
+    titles = {
+        "prefix_matching": "Prefix matching of the best head",
+        "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
+        "loss": "Loss of all targets",
+    }
+    figure, panels = new_figure([*titles.values()], ylabels=["attention", *["nats per token"] * 2])
+    for axes, name in zip(panels, titles, strict=True):
+        draw_changes(axes, changes, {arm: arm.label for arm in ARMS}, name)
+    draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")
+    legend_below(figure, INTERVALS)
+    return figure
+
+
+RECIPE = Recipe(
+    entry=ENTRY,
+    source="No figure of the paper; its construction of an induction head shifts keys alone",
+    jobs=jobs,
+    plot=plot,
+    claims=claims,
+    tuned_by=least_loss(),
+)
