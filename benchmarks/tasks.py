@@ -1,10 +1,10 @@
-"""Measure the rows per second that one core makes of each task, and a training step of the laptop's induction model.
+"""Measure the rows per second that one core makes of each task, and a training step of a small induction model.
 
     python benchmarks/tasks.py [--rounds N]
 
-The step (forward, backward, AdamW) trains one layer with KV shift and width 64 on a batch of the task marked "laptop",
-on the same single core. In each round all run one after the other; the table gives medians over rounds of CPU time,
-which does not include waiting for other work on the machine.
+The step (forward, backward, AdamW) trains one layer with KV shift and width 64 on a batch of the first task, on the
+same single core. In each round all run one after the other; the table gives medians over rounds of CPU time, which does
+not include waiting for other work on the machine.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from kvshift.lab.tasks import (
 )
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-LAPTOP = (InductionTask(InductionConfig(length=48, vocab_size=256)), 64)
+FIRST = (InductionTask(InductionConfig(length=48, vocab_size=256)), 64)
 TASKS: dict[str, tuple[Task, int]] = {
-    "induction script, laptop": LAPTOP,
+    "induction script, 48 letters": FIRST,
     "induction script, small": (InductionTask(InductionConfig(length=128, vocab_size=1024)), 256),
     "induction script": (InductionTask(InductionConfig()), 512),
     "induction script, paper's batch": (InductionTask(InductionConfig()), 4096),
@@ -63,7 +63,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     implementations = {name: batch_function(task, rows) for name, (task, rows) in TASKS.items()}
-    implementations["training step, laptop"] = step_function(*LAPTOP)
+    implementations["training step, 48 letters"] = step_function(*FIRST)
     seconds: dict[str, list[float]] = {name: [] for name in implementations}
     for at in range(rounds + 1):
         for name, run in implementations.items():
@@ -75,7 +75,7 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, one core, torch {torch.__version__}, {rounds} rounds\n")
     print("| | T | sequences in a batch | ms per batch | sequences per second |\n|---|---|---|---|---|")
     for name, times in seconds.items():
-        task, rows = TASKS.get(name, LAPTOP)
+        task, rows = TASKS.get(name, FIRST)
         median = statistics.median(times)
         print(f"| {name} | {task.length} | {rows} | {1000 * median:.2f} | {rows / median:,.0f} |")
 

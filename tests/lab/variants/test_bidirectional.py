@@ -186,6 +186,21 @@ def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
         describe(options_of(**{"direction": "both", **options}), vocab_size=11, length=9)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"shift_window": 2}, "window must be 3 with direction both, got 2"),
+        ({"shift_direction": "next"}, "window must be 2 with direction next, got 3"),
+        ({"shift_direction": "up"}, "direction must be one of previous, next, both, got 'up'"),
+    ],
+    ids=["window", "one direction", "direction"],
+)
+def test_a_configuration_that_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
+    model = encoder("both")
+    with pytest.raises(ValueError, match=said):
+        type(model)(type(model.config)(**{**model.config.to_dict(), **changes}))
+
+
 def test_a_mask_of_pairs_is_refused() -> None:
     """Such a mask would restrict attention, which must see both directions here."""
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()

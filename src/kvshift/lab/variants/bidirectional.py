@@ -36,6 +36,7 @@ from kvshift.ops import shift_tokens
 from kvshift.ops.attention_inputs import shift_norm_rope
 
 Direction = Literal["previous", "next", "both"]
+_WINDOWS = {"previous": 2, "next": 2, "both": 3}
 _ATTENTION = ("eager", "sdpa")
 
 
@@ -76,9 +77,16 @@ class BidirectionalShift(KVShift):
         num_kv_heads: G.
         options: targets and initial values of the shift; its window is W.
         direction: see `shift_both_ways`.
+
+    Raises:
+        ValueError: the direction is unknown, or the window does not fit it.
     """
 
     def __init__(self, num_kv_heads: int, options: ShiftOptions, *, direction: str) -> None:
+        if direction not in _WINDOWS:
+            raise ValueError(f"direction must be one of {', '.join(_WINDOWS)}, got {direction!r}")
+        if options.targets and options.window != _WINDOWS[direction]:
+            raise ValueError(f"window must be {_WINDOWS[direction]} with direction {direction}, got {options.window}")
         super().__init__(num_kv_heads, options)
         self.direction = direction
 
@@ -132,7 +140,7 @@ class EncoderOptions:
         check_at_least("model", self, width=1, layers=1, heads=1)
         pairs = 2 * self.heads  # rotary embedding needs heads of even size
         require(self.width % pairs == 0, "model.width", self.width, f"a multiple of 2 * heads = {pairs}")
-        window = 3 if self.direction == "both" else 2
+        window = _WINDOWS[self.direction]
         require(
             not self.shift_targets or self.shift_window == window,
             "model.shift_window",

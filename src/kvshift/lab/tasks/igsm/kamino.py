@@ -228,7 +228,7 @@ def _same_operands(words: tuple[str, ...], operation: Operation, operands: list[
     """Return True if an expression equals that of `_expression`, except for the order of summands or factors."""
     wanted = [str(operand) for operand in operands]
     if operation == "-":
-        head, words, wanted = words[:3], words[3:], wanted
+        head, words = words[:3], words[3:]
         if head != (wanted[0], "-", "(") or words[-1:] != (")",):
             return False
         words, wanted, operation = words[:-1], wanted[1:], "+"
