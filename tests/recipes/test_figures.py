@@ -42,7 +42,15 @@ SHARED_AXES = (
     "neighbours",
     *(f"tab{number:02}" for number in range(6, 16)),
 )
-NO_STEPS = ("fig02", "fig03", "tab03", "depth", "phase", "decide")  # figures without steps on the horizontal axis
+NO_STEPS = (
+    "fig02",
+    "fig03",
+    "tab03",
+    "depth",
+    "phase",
+    "decide",
+    "keys_values",
+)  # figures without steps on the horizontal axis
 
 
 def test_there_are_figures() -> None:
