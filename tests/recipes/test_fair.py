@@ -17,7 +17,7 @@ WITHOUT_GRID = {
     ("decide", "pilot"): "it measures what seeds change, and decides nothing",
     ("retrofit", "longer"): "it has the rate that the laptop's grid gave both of its parts",
 }
-FEWER_RATES = {("cfg", "long"): 2, ("keys_values", "laptop"): 3}
+FEWER_RATES = {("cfg", "long"): 2}
 TRAIN = [
     (name, preset)
     for name, entry in CATALOGUE.items()
