@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from kvshift.cli import main
 from kvshift.lab.core.errors import FolderInUseError, LabError, install_command
 from kvshift.lab.evaluate import benchmarking
+from kvshift.lab.evaluate.answer_cache import open_answer_cache
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, make_task, prompts
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate
 from kvshift.lab.evaluate.harness import CachedModel, evaluate_benchmark, wrap_for_lm_eval
 from kvshift.lab.evaluate.items import read_questions
-from kvshift.lab.evaluate.kept_answers import open_answer_cache
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.variants.by_name import find_variant
 from kvshift.lab.variants.variant import ModelVariant

@@ -10,10 +10,10 @@ import numpy as np
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import quiet, say
+from kvshift.lab.evaluate.answer_cache import AnswerCache, open_answer_cache, weights_version
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, select
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.items import HUB, Questions, find_data, read_questions
-from kvshift.lab.evaluate.kept_answers import AnswerCache, open_answer_cache, weights_version
 from kvshift.lab.evaluate.task_scores import average, compare, compare_averages, scores
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.model_files import locate

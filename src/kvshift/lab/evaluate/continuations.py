@@ -18,8 +18,8 @@ from kvshift.lab.core.messages import say
 from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.core.statistics import mean_of
 from kvshift.lab.data.token_stream import token_stream
+from kvshift.lab.evaluate.answer_cache import AnswerCache, answer_key, open_answer_cache, weights_version
 from kvshift.lab.evaluate.eval_config import EvalConfig
-from kvshift.lab.evaluate.kept_answers import AnswerCache, answer_key, open_answer_cache, weights_version
 from kvshift.lab.evaluate.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
 from kvshift.lab.evaluate.text_scores import Model, pieces, prepare, with_interval
 from kvshift.lab.runs.loading import load_model

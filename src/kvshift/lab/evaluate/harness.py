@@ -9,9 +9,9 @@ from typing import Any
 
 from kvshift.lab.core.errors import LabError, install_command
 from kvshift.lab.core.messages import quiet
+from kvshift.lab.evaluate.answer_cache import AnswerCache, answer_key
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, LONGEST_SOLUTION, make_task, prompts
 from kvshift.lab.evaluate.items import Questions
-from kvshift.lab.evaluate.kept_answers import AnswerCache, answer_key
 from kvshift.lab.runs.progress import ProgressReporter
 from kvshift.lab.variants.uncached import decodes_with_cache
 

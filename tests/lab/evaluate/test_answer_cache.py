@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.core.errors import RunFailedError
-from kvshift.lab.evaluate.kept_answers import open_answer_cache
+from kvshift.lab.evaluate.answer_cache import open_answer_cache
 
 from ..run_cases import disk_of
 
