@@ -17,7 +17,7 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.study.arm import Arm, arm_from_label
 from kvshift.lab.study.recipe import Job, Record
 from kvshift.lab.study.records import record_of
-from kvshift.lab.study.watching import last_step
+from kvshift.lab.study.sweep_progress import last_step
 from kvshift.lab.training.callbacks import InterruptedRunError
 
 HARDWARE = {"device": "cpu", "cpu": "abacus", "cores": 2, "threads": 1}

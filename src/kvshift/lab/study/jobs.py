@@ -23,7 +23,7 @@ from kvshift.lab.runs.resume import check_folder, other_options, refuse_other_op
 from kvshift.lab.runs.run import is_finished, read_run
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.recipe import Job
-from kvshift.lab.study.watching import last_step
+from kvshift.lab.study.sweep_progress import last_step
 from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift.lab.training.train import train

@@ -21,8 +21,8 @@ from kvshift.lab.study.jobs import with_available_text
 from kvshift.lab.study.recipe import Job, Recipe, Record
 from kvshift.lab.study.records import RecordStore, record_of, write_records
 from kvshift.lab.study.sweep import sweep
+from kvshift.lab.study.sweep_progress import report_progress
 from kvshift.lab.study.tuning import at_best_rates, best_rates, tuning_jobs
-from kvshift.lab.study.watching import report_progress
 
 
 @dataclass(frozen=True, kw_only=True)
