@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.analysis.made_page import write_or_check
+from kvshift.lab.analysis.generated_page import write_or_check
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.json_lines import read_lines
 
