@@ -1,4 +1,4 @@
-"""Differential attention: its parts, and a slow loop of its formula for `test_attending.py`."""
+"""Differential attention: its parts, and a slow loop of its formula for `test_attention_mixin.py`."""
 
 from __future__ import annotations
 

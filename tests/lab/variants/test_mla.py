@@ -1,4 +1,4 @@
-"""MLA: a slow loop of its formula for `test_attending.py`, transformers' DeepSeek-V2, and its parts."""
+"""MLA: a slow loop of its formula for `test_attention_mixin.py`, transformers' DeepSeek-V2, and its parts."""
 
 from __future__ import annotations
 

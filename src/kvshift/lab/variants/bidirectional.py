@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.tasks.option_checks import check_at_least, check_choices
-from kvshift.lab.variants.attending import require_token_mask
+from kvshift.lab.variants.attention_mixin import require_token_mask
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvshift.lab.variants.attending import AttentionMixin, require_token_mask
+from kvshift.lab.variants.attention_mixin import AttentionMixin, require_token_mask
 from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_full
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvshift.lab.variants.attending import require_token_mask
+from kvshift.lab.variants.attention_mixin import require_token_mask
 from kvshift.lab.variants.mixing import tokens_before
 from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.small_gpt2 import LabGPT2
