@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.explore import watched_program
+from kvshift.lab.explore import explorer_model
 from kvshift.lab.explore.explore_config import ExploreConfig
+from kvshift.lab.explore.explorer_model import ExplorerModel
 from kvshift.lab.explore.exploring import explore
 from kvshift.lab.explore.page_server import page_server
-from kvshift.lab.explore.watched_program import ExplorerModel
 from kvshift.lab.explore.web_runtime import runtime_folder
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.training.head_scores import attention_scores
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, targets in (("plain", ()), ("shifted", ("k", "v")))
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watched_program, "_INSIDE", 0)  # large models have their weights beside the programs
+        patch.setattr(explorer_model, "_INSIDE", 0)  # large models have their weights beside the programs
         explore(ExploreConfig(models=tuple(map(str, models)), out=place / "page", text=PROMPTS[0]))
     return place
 

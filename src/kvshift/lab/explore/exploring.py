@@ -3,7 +3,7 @@
 OUT/index.html, *.css, *.js          the page; it requests only files of this folder
 OUT/facts.json                       facts about the models that the page shows: sizes, coefficients, head scores
 OUT/tokenizer.json                   the tokenizer of the models
-OUT/models/N/model.onnx              the program of `watched_program`; large weights are in model.onnx.data
+OUT/models/N/model.onnx              the program of `explorer_model.py`; large weights are in model.onnx.data
 OUT/runtime/                         ONNX Runtime for WebAssembly
 """
 
@@ -25,9 +25,9 @@ from kvshift.lab.core.atomic import new_folder, write_json
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
 from kvshift.lab.explore.explore_config import ExploreConfig
+from kvshift.lab.explore.explorer_model import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift.lab.explore.page_server import serve_page
 from kvshift.lab.explore.page_tokenizer import tokenizer_json
-from kvshift.lab.explore.watched_program import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift.lab.explore.web_runtime import copy_runtime, runtime_folder
 from kvshift.lab.export.programs import require_packages
 from kvshift.lab.retrofit.retrofitting import encode_prompts

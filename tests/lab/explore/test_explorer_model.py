@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kvshift.lab.core.errors import RunFailedError
-from kvshift.lab.explore import watched_program
-from kvshift.lab.explore.watched_program import ExplorerModel, check_explorer_program, write_explorer_program
+from kvshift.lab.explore import explorer_model
+from kvshift.lab.explore.explorer_model import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift.lab.runs.loading import load_weights
 
 from ...models.llama.tiny import tiny_model
@@ -59,7 +59,7 @@ def test_a_model_without_shift(tmp_path: Path):
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_program_computes_what_the_model_does(inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A small program contains its weights; a large one is not simplified, and has its weights in a second file."""
-    monkeypatch.setattr(watched_program, "_INSIDE", 1e9 if inside else 0)
+    monkeypatch.setattr(explorer_model, "_INSIDE", 1e9 if inside else 0)
     watched = ExplorerModel(attentive_model(num_hidden_layers=1))
     write_explorer_program(watched, tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx.data").exists() == (not inside)
