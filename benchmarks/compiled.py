@@ -39,7 +39,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvshift.benchmarks.twins import use_backend
+from kvshift.benchmarks.float64_parity import use_backend
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.options import digest
 from kvshift.models.decoder import ShiftedDecoder

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshift.benchmarks.cases import Case, Implementation, Session
+from kvshift.benchmarks.float64_parity import SLICE, compare_tensors, gradients, to_reference, use_backend
 from kvshift.benchmarks.presets import ModelSize
-from kvshift.benchmarks.twins import SLICE, compare_tensors, gradients, to_reference, use_backend
 from kvshift.lab.plan.cost import count_parameters, training_memory
 from kvshift.layers import param_groups
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM

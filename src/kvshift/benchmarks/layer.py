@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvshift.benchmarks.cases import Case, Implementation, Session
+from kvshift.benchmarks.float64_parity import SLICE, compare_tensors, to_reference
 from kvshift.benchmarks.presets import LayerSize
 from kvshift.benchmarks.saved import bytes_saved
-from kvshift.benchmarks.twins import SLICE, compare_tensors, to_reference
 from kvshift.layers import KVShiftAttention, ShiftOptions
 
 _TARGETS: dict[str, tuple[Any, ...]] = {"without shift": (), "kv shift": ("k", "v")}

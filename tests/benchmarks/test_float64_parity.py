@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.benchmarks.twins import use_backend
+from kvshift.benchmarks.float64_parity import use_backend
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import may_recompute
 
