@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.benchmarks.activation_memory import bytes_saved
 from kvshift.benchmarks.cases import Case, Implementation, Session
 from kvshift.benchmarks.float64_parity import SLICE, compare_tensors, to_reference
 from kvshift.benchmarks.presets import LayerSize
-from kvshift.benchmarks.saved import bytes_saved
 from kvshift.layers import KVShiftAttention, ShiftOptions
 
 _TARGETS: dict[str, tuple[Any, ...]] = {"without shift": (), "kv shift": ("k", "v")}

@@ -1,8 +1,8 @@
 """Part "memory": bytes that one decoder layer of the paper's sizes saves for the backward pass, and its peak memory.
 
 Both are differences between a model of two layers and one of one layer, without a head, on one sequence: the memory
-held after the forward pass, without weights (`saved.py`), and the peak of a forward and backward pass, without weights
-and gradients (`peak.py`). The peak of whole training steps is in the rows of "train".
+held after the forward pass, without weights (`activation_memory.py`), and the peak of a forward and backward pass,
+without weights and gradients (`peak.py`). The peak of whole training steps is in the rows of "train".
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaModel
 
+from kvshift.benchmarks.activation_memory import bytes_saved
 from kvshift.benchmarks.cases import Case, Implementation, Session
 from kvshift.benchmarks.language_model import build_llama, implementations
 from kvshift.benchmarks.peak import peak_bytes
-from kvshift.benchmarks.saved import bytes_saved
 from kvshift.models.llama import SIZES, KVShiftLlamaModel
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.benchmarks.activation_memory import bytes_saved
 from kvshift.benchmarks.cases import Case, Implementation, LeftOutError, Session
 from kvshift.benchmarks.formulations import (
     Formulation,
@@ -29,7 +30,6 @@ from kvshift.benchmarks.formulations import (
     rotary_tables,
 )
 from kvshift.benchmarks.parity import check_formulation
-from kvshift.benchmarks.saved import bytes_saved
 
 COPY = "copy of k and v"
 _PASSES = {"forward": 2, "forward and backward": 5}  # bytes moved / bytes of k and v

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvshift.benchmarks.activation_memory import bytes_saved
 from kvshift.benchmarks.peak import peak_bytes
-from kvshift.benchmarks.saved import bytes_saved
 from kvshift.ops.dispatch import needs_traceable_ops
 
 CPU = torch.device("cpu")
