@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from kvshift.layers import KVShift
+from kvshift.models.baichuan_m1.accelerate_loading import load_convolutions
 from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
-from kvshift.models.baichuan_m1.dispatched import load_convolutions
 from kvshift.models.baichuan_m1.head import NormHead, to_norm_head
 from kvshift.models.baichuan_m1.layout import BOTH_NAMES, both_names, load_released_names, released_name
 from kvshift.models.decoder import ShiftedAttention, ShiftedPreTrainedModel
