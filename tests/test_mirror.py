@@ -51,7 +51,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "lab/tasks/igsm/test_encoding.py": ("lab/tasks/igsm/wording.py",),
     "lab/tasks/igsm/test_igsm.py": (
-        "lab/tasks/igsm/drawing.py",
+        "lab/tasks/igsm/random_choices.py",
         "lab/tasks/igsm/names.py",
         "lab/tasks/igsm/polynomial.py",
         "lab/tasks/igsm/problem.py",

@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvshift.lab.tasks.igsm.drawing import Uniform, sample_distinct
 from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
+from kvshift.lab.tasks.igsm.random_choices import Uniform, sample_distinct
 from kvshift.lab.tasks.igsm.wording import MODULUS
 from kvshift.lab.tasks.igsm.writing import Writing, statement
 

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvshift.lab.tasks.igsm.drawing import Uniform, sample_distinct
 from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
 from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
+from kvshift.lab.tasks.igsm.random_choices import Uniform, sample_distinct
 from kvshift.lab.tasks.igsm.wording import LETTERS, MODULUS
 
 Letters = Literal["in_order", "random"]

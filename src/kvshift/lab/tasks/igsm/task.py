@@ -34,9 +34,9 @@ from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.igsm import igsm, kamino
 from kvshift.lab.tasks.igsm.checker import check_solution
-from kvshift.lab.tasks.igsm.drawing import Uniform
 from kvshift.lab.tasks.igsm.encoding import WORDS, Encoded, Layout, make_encoder
 from kvshift.lab.tasks.igsm.problem import TRAINING_BUCKETS, Problem, bucket_of
+from kvshift.lab.tasks.igsm.random_choices import Uniform
 from kvshift.lab.tasks.igsm.wording import MODULUS
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size, check_choices
 from kvshift.lab.tasks.questions import Question

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvshift.lab.tasks.igsm.drawing import Uniform
 from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
+from kvshift.lab.tasks.igsm.random_choices import Uniform
 from kvshift.lab.tasks.igsm.wording import LETTERS
 
 
