@@ -102,7 +102,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "recipes/test_fig01.py": (
         "recipes/fig01a/study.py",
         "recipes/fig01b/study.py",
-        "recipes/induction/first_repeat.py",
+        "recipes/induction/induction_accuracy.py",
     ),
     "recipes/test_language_models.py": (
         "recipes/fig05/study.py",

@@ -22,7 +22,7 @@ from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.recipes.alternatives import ENTRY
 from kvshift.recipes.fig01a import study as fig01a
-from kvshift.recipes.induction.first_repeat import LAST, SCORED
+from kvshift.recipes.induction.induction_accuracy import LAST, SCORED
 
 LEVEL = 0.9
 FACTOR = 2.0

@@ -18,7 +18,7 @@ from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.fig01a import ENTRY
-from kvshift.recipes.induction.first_repeat import (
+from kvshift.recipes.induction.induction_accuracy import (
     LAST,
     SCORED,
     chance,

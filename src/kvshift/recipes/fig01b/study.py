@@ -15,7 +15,7 @@ from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.fig01a import study as fig01a
 from kvshift.recipes.fig01b import ENTRY
-from kvshift.recipes.induction.first_repeat import (
+from kvshift.recipes.induction.induction_accuracy import (
     LAST,
     SCORED,
     chance,
