@@ -6,8 +6,8 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
 # One thread per process: pytest-xdist already fills the cores, and threads that wait for each other there take three times
-# as long. joblib, which shares out the cores of `kvshift reproduce`, asks a variable of its own. Tests never reach for the
-# hub. Those marked `shared` read reference data beside the checkout, where somebody has put them there.
+# as long. joblib, which divides the cores in `kvshift reproduce`, reads a separate variable. Tests never access the hub.
+# Those marked `shared` read reference data beside the checkout, if there are any.
 TEST_ENV := OMP_NUM_THREADS=1 LOKY_MAX_CPU_COUNT=1 HF_HUB_OFFLINE=1 KVSHIFT_SHARED_DATA=$(wildcard $(abspath ../shared/data))
 
 .PHONY: help
@@ -121,8 +121,8 @@ bench: .venv/stamp  ## Measure operator, layer and models beside their baselines
 bench-tasks: .venv/stamp  ## Measure how fast the tasks make their batches, beside a training step
 	@.venv/bin/python benchmarks/tasks.py $(ARGS)
 
-# Wheels are built from the sdist. They are tried in an empty environment away from the checkout: beside the tested torch,
-# the newest of all else that the wheel's own requirements allow.
+# Wheels are built from the sdist. They are tried in an empty environment away from the checkout, with the tested torch
+# and otherwise the newest versions that the wheel's own requirements allow.
 BUILD := build/venv/bin/python -m build --quiet --dependency-constraints-txt constraints.txt
 
 .PHONY: dist
@@ -147,7 +147,7 @@ clean:  ## Remove environments, caches and build output
 
 # As environment variables, the constraints also reach the build of the package itself. torch must
 # be constrained in the same call: alone, pip takes its newest release. pip compiles all files, which takes two minutes;
-# where Python has to compile one at its import, the tests take warnings of its author's style for errors (lm-eval's).
+# if Python compiles one at import, its syntax warnings (lm-eval has some) are errors in the tests.
 define install
 	@echo "installing into $(@D) (a few minutes the first time)" >&2
 	@$(PYTHON) -m venv $(@D)
@@ -161,7 +161,7 @@ KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installa
 .venv/stamp: pyproject.toml constraints.txt $(KERNEL)
 	$(call install,constraints.txt,dev)
 
-# Some packages over those of .venv: site.addsitedir puts that environment on the path, after this one's own.
+# Some packages in addition to those of .venv: site.addsitedir appends that environment to the path.
 define install_over
 	@$(PYTHON) -m venv --clear --without-pip $(@D)
 	@echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python*/site-packages)')" \
@@ -177,7 +177,7 @@ endef
 .venv-titan/stamp: .venv/stamp constraints-titan.txt
 	$(install_over)
 
-# What a user gets today, whatever the constraints say, but for torch, of which any other build would be gigabytes of CUDA.
+# What a user gets today, without the constraints, except for torch, whose other builds are gigabytes of CUDA.
 # With TRANSFORMERS=newest also a transformers that pyproject.toml does not allow yet.
 .venv-newest/stamp: pyproject.toml $(KERNEL) $(shell find src -name '*.py')
 	@echo "installing into $(@D) (a minute)" >&2
@@ -196,10 +196,10 @@ $(BETWEEN)/stamp $(OLD_TRITON)/stamp:
 	$(call install,constraints-vllm.txt,test-vllm)
 	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 
-# A version that is not built for CPUs: its Python, and the compiled code of the one that is, which says that it is.
+# A version without a build for CPUs: its Python code, with the compiled code of the version that has one.
 build/vllm-%/stamp: | .venv-vllm/stamp
 	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --no-cache-dir \
-		--target $(@D) --upgrade vllm==$* orjson  # which 0.32 does without
+		--target $(@D) --upgrade vllm==$* orjson  # 0.32 does not require it
 	@find $(@D)/vllm -name '*.so' -delete; rm -f $(@D)/vllm/vllm-rs
 	@ln -s $(CURDIR)/.venv-vllm/lib/python3*/site-packages/vllm/*.so $(@D)/vllm
 	@sed -i 's/^Version: .*/&+cpu/' $(@D)/vllm-*.dist-info/METADATA

@@ -6,7 +6,7 @@ Inductor plans before it generates code: its plan determines which operations ar
 tensors each kernel reads and writes. The script counts them for one decoder layer of the paper's sizes in bfloat16 (a
 model of two layers minus a model of one): bytes moved, each tensor once for each kernel that touches it, and bytes
 saved for backward. Matrix products and attention, which all implementations share, are excluded. Attention is an opaque
-operator, because that of a GPU does not run here. Nothing is timed: only shapes are traced, and no tensor has data.
+operator, because a GPU's attention does not run here. Nothing is timed: only shapes are traced, and no tensor has data.
 
 Each line of FOLDER/rows.jsonl has an implementation's bytes and kernels, commit, versions and the hash of the options.
 Inductor's plan is not a public interface: the script runs with torch 2.13.

@@ -6,9 +6,9 @@
 It runs in the environment of `make test-vllm` and reads neither weights nor a tokenizer.
 
 "capacity" is counted, not timed: vLLM's own code for its KV cache computes how many requests of a length fit in a pool,
-including all reserves, with raw keys and values in the pages and for the same layers without. "share" is the fraction
-of the pool that they take: 1 - requests with / requests without. Bytes per token are those of vLLM's pages; "by_hand"
-is the number that raw keys and values should take of them, calculated by hand.
+including all reserves, for layers with and without raw keys and values in the pages. "share" is the fraction of the
+pool that these take: 1 - requests with / requests without. Bytes per token are those of vLLM's pages; "by_hand" is how
+many of them raw keys and values should take, calculated by hand.
 
 "speed" gives each round to three engines in turn: prompts alone, decoding alone, both, decoding of one request, and the
 first token of one request. The third engine is the control, vLLM's Llama once more. A row is one engine in one part:
@@ -131,7 +131,7 @@ def kv_cache_config(config: Any, specs: dict[str, Any]) -> Any:
 
 
 def models_by_cache() -> dict[str, PreTrainedConfig]:
-    """Return models with one kind of attention, with a window in half of the layers, and with other heads there too."""
+    """Return a model with one kind of attention, one with windows in half its layers, one with other heads there."""
     layers = SHAPE["num_hidden_layers"]
     windows = {"use_sliding_window": True, "sliding_window": 4_096, "max_window_layers": layers // 2}
     released = {

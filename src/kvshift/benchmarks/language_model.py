@@ -118,7 +118,7 @@ def _case(
 
 
 def _with_eager_backend(made: Implementation) -> Implementation:
-    """Return the implementation as under KVSHIFT_BACKEND=eager; all else, such as recomputation, is unchanged."""
+    """Return the implementation with the backend "eager"; it differs in nothing else (recomputation included)."""
     eager: Any = patch.object(dispatch, "_AUTO", "eager")
     return replace(made, run=eager(made.run), check=eager(made.check))
 

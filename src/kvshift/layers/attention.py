@@ -1,7 +1,7 @@
 """A complete attention layer with KV shift, for custom models in plain PyTorch.
 
 Shapes: B batch, T positions, S sequences, N cached keys, K keys attended to, H query heads, G KV heads, D head size,
-E model width. L is B, or 1 if all rows are alike.
+E model width. L is B, or 1 if all rows are equal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Positions of tokens, visibility of keys, rotary embedding and ALiBi.
 
-Shapes: B batch, T positions, K keys, S sequences, H query heads, D head size. L is B, or 1 if all rows are alike.
+Shapes: B batch, T positions, K keys, S sequences, H query heads, D head size. L is B, or 1 if all rows are equal.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from kvshift.recipes.catalogue import find_recipe
 
 _HEAD = """# Summary
 
-The main claims about KV shift, and what our runs say of each. This page is made from the same records as the
+The main claims about KV shift, and our verdict on each. This page is made from the same records as the
 [results](results.md), which have every claim, setting and figure. Models here have at most a few million parameters, so
 a verdict is about the direction of an effect at that size. Intervals are 95 %, over seeds.
 """

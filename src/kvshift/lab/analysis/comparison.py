@@ -1,4 +1,4 @@
-"""Comparison of variants that were trained alike: a summary of numbers, and a table of it."""
+"""Comparison of variants that were trained with the same options: a summary of numbers, and its table."""
 
 from __future__ import annotations
 

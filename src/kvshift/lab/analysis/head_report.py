@@ -25,7 +25,7 @@ SCORES = {
     "duplicate_token": ("duplicate token", "earlier"),
     "induction": ("induction", "earlier+1"),
 }
-"""For each score, its name in words and its key in the `moved` scores of a head."""
+"""Display name of each score, and its key in the `moved` scores of a head."""
 
 _TARGETS = {"gamma": "q", "alpha": "k", "beta": "v"}
 _LISTED = 5  # heads per score in the table
@@ -133,7 +133,7 @@ def _counts(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _by_layer(layers: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, ...]]]:
-    """Return two tables, one of counts and one of the rest: the headings of a single table would need three lines."""
+    """Return two tables, one of counts and one of means: the headings of a single table would need three lines."""
     counts = counts_by_layer(layers) or {}
     rows = [
         (layer, *(str(number) if isinstance(number, int) else f"{number:.3f}" for number in row.values()))

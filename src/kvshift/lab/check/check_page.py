@@ -87,9 +87,9 @@ def _distances(rows: Sequence[Row]) -> str:
     small, large = sum(ratio <= 0.2 for ratio, _ in right), sum(ratio >= 10 for ratio, _ in wrong)
     between = ", ".join(sorted({name for _, name in close}))
     return (
-        f"Of {len(right)} errors that count as right, {small} are less than a fifth of their tolerance; "
-        f"of {len(wrong)} that count as wrong, {large} are more than ten times theirs. "
-        f"The {len(close)} between are of {between}."
+        f"{small} of the {len(right)} errors that count as right are less than a fifth of their tolerance; "
+        f"{large} of the {len(wrong)} that count as wrong are more than ten times theirs. "
+        f"The other {len(close)} occur in {between}."
     )
 
 
@@ -101,7 +101,7 @@ def _provenance(rows: Sequence[Row]) -> str:
         f"{len(rows)} models, `python -m kvshift.lab.check.stock_models`, transformers {versions['transformers']}, "
         f"torch {versions['torch']}, in float32 on a CPU ({hardware['cpu']}), commit {', '.join(commits)}, "
         f"{' to '.join(sorted({days[0], days[-1]}))}. Neither causal_conv1d nor mamba_ssm nor flash-linear-attention "
-        "was installed: with them, some of what is refused here may be right."
+        "was installed: with them, some of the refused properties may be right."
     )
 
 

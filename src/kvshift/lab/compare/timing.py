@@ -135,7 +135,7 @@ def measure(
         least_seconds: time that consecutive calls of an implementation should fill, with 20 calls at most.
         warm_up: number of preceding rounds of one call each, whose times are discarded.
         mirrored: call the implementations in order and then in reverse order in each round (A B B A), and average
-            their times, so that a machine that slows down or speeds up evenly affects all of them alike.
+            their times, so that a machine that slows down or speeds up evenly affects all of them equally.
     """
     found = {name: Times() for name in implementations}
     number, spent = 0, 0.0

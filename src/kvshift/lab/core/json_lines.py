@@ -5,8 +5,8 @@ all follow one policy:
 
 - Lines are appended completely. If the disk takes only a part of them, that part is removed again and a RunFailedError
   names the file; earlier lines are unchanged.
-- When `append` returns, its lines have been flushed to disk. A file whose lines are cheaper to lose than to wait for
-  has `sync_seconds`: a power failure may lose that many seconds of work, but a killed process loses none.
+- When `append` returns, its lines have been flushed to disk, unless `sync_seconds` allows to flush less often: then a
+  power failure may lose that many seconds of work, but a killed process loses none.
 - If several processes might write to a file, only one does at a time, under the lock of its folder
   (`RunFolder.locked`) or under a separate lock (`open_locked`).
 - A last line without a line end, left by a killed process, is not a record: `JSONLines.read` skips it, and

@@ -28,7 +28,7 @@ class ExploreConfig:
     text: str | None = None
     """Initial text. None: a sentence that repeats itself."""
     explain: bool = False
-    """Begin with the one-minute explanation of the shift, for two one-layer models of letters: without and with it."""
+    """Begin with the one-minute explanation of the shift, for two one-layer models of letters, without and with it."""
     port: int = 0
     """Port of --open. 0: any free port."""
 

@@ -75,18 +75,18 @@ def _free(layer: KVShift) -> None:
         layer.register_parameter(_COEFFICIENTS[target], nn.Parameter(value.detach().clone()))
 
 
-def write_explorer_program(watched: ExplorerModel, path: Path) -> None:
+def write_explorer_program(explorer: ExplorerModel, path: Path) -> None:
     """Trace the model and write an `.onnx` program; large weights are written to `.onnx.data` beside it."""
-    coefficients = watched.coefficients()
+    coefficients = explorer.coefficients()
     inputs: dict[str, Any] = {"input_ids": torch.ones(1, 5, dtype=torch.long)}
     shapes: dict[str, Any] = {"input_ids": {1: Dim("length", min=1)}}
     if coefficients:
         inputs["coefficients"] = coefficients
         shapes["coefficients"] = {number: {name: {} for name in layer} for number, layer in coefficients.items()}
-    large = sum(parameter.nbytes for parameter in watched.parameters()) > _INSIDE
+    large = sum(parameter.nbytes for parameter in explorer.parameters()) > _INSIDE
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         traced = Path(place) / path.name
-        write_program(watched.requires_grad_(False).eval(), inputs, shapes, traced, simplify=not large)
+        write_program(explorer.requires_grad_(False).eval(), inputs, shapes, traced, simplify=not large)
         program = onnx_ir.load(traced)
         for node in program.graph.all_nodes():
             node.metadata_props.clear()  # source locations, which take most of a small program
@@ -97,11 +97,11 @@ def write_explorer_program(watched: ExplorerModel, path: Path) -> None:
 
 
 @torch.no_grad()
-def check_explorer_program(watched: ExplorerModel, path: Path, prompts: list[Tensor]) -> float:
+def check_explorer_program(explorer: ExplorerModel, path: Path, prompts: list[Tensor]) -> float:
     """Compare the program with the model, with the model's own coefficients and with others.
 
     Args:
-        watched: The model.
+        explorer: The model.
         path: Path of the program.
         prompts: Prompts (T,) of any lengths.
 
@@ -111,7 +111,7 @@ def check_explorer_program(watched: ExplorerModel, path: Path, prompts: list[Ten
     Raises:
         RunFailedError: The program does not run, or its results differ.
     """
-    own = watched.coefficients()
+    own = explorer.coefficients()
     others = {number: {name: x.flip(1) for name, x in layer.items()} for number, layer in own.items()}
     expected, found = {}, {}
     try:
@@ -121,7 +121,7 @@ def check_explorer_program(watched: ExplorerModel, path: Path, prompts: list[Ten
                 ids = prompt.unsqueeze(0)
                 given = {f"coefficients.{name}": values for name, values in flatten_names(coefficients).items()}
                 for into, outputs in (
-                    (expected, flatten_names(watched(ids, coefficients))),
+                    (expected, flatten_names(explorer(ids, coefficients))),
                     (found, program({"input_ids": ids, **given})),
                 ):
                     into[f"{i} {which}logits"] = outputs["logits"]

@@ -153,12 +153,12 @@ def _require_memory(models: list[Any]) -> None:
 
 def _write_program(name: str, model: Any, tokenizer: Any, path: Path) -> None:
     prompts = [ids[0] for ids in encode_prompts(tokenizer, name).values()]
-    watched = ExplorerModel(model)
+    explorer = ExplorerModel(model)
     try:
-        write_explorer_program(watched, path)
+        write_explorer_program(explorer, path)
     except MODEL_FILE_ERRORS as error:
         raise RunFailedError(f"model: the program of {name} cannot be written: {error}") from error
-    largest = check_explorer_program(watched, path, [ids[:MOST_TOKENS] for ids in prompts])
+    largest = check_explorer_program(explorer, path, [ids[:MOST_TOKENS] for ids in prompts])
     _say(f"on {len(prompts)} prompts, logits and attention of the exported {name} differ by at most {largest:.1e}")
 
 

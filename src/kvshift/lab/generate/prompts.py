@@ -57,8 +57,8 @@ def open_output(path: Path, prompts: Sequence[str], samples: int, settings: str)
     """Open an output file to append after the last complete line that an earlier process wrote to it.
 
     Args:
-        path: path of the file, which is created if missing, with its folders. To a device or a pipe, such as
-            /dev/null, all lines are written, from the first.
+        path: path of the file, which is created if missing, with its folders. A device or a pipe, such as
+            /dev/null, receives all lines, from the first.
         prompts: all prompts. Existing lines must belong to the first of them.
         samples: number of lines for each prompt.
         settings: required value of "settings" in existing lines, so that a file never mixes models or options.

@@ -1,8 +1,9 @@
 """Extending a run to more steps: the same command with a larger `--steps`.
 
-The order of sequences, the warm-up and all else do not depend on the number of steps, except for the learning rates of
-schedules that decay until the last step. If the learning rates so far would have been the same, the run resumes from
-its last checkpoint and ends with the weights of a run started with more steps. Otherwise, `--extend` is required.
+Only the learning rates of schedules that decay until the last step depend on the number of steps; the order of
+sequences, the warm-up and everything else do not. If the learning rates so far would have been the same, the run
+resumes from its last checkpoint and ends with the weights of a run started with more steps. Otherwise, `--extend` is
+required.
 """
 
 from __future__ import annotations

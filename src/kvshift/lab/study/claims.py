@@ -30,7 +30,7 @@ class Claim:
             testable here" if no outcome of such a small experiment could.
         note: size of the measured effect beside the paper's, or the reason why the two cannot be compared.
         own: whether this is a question of this project, not a claim of the paper.
-        by: how the direction was found if not by runs: "arithmetic".
+        by: "arithmetic" if that decided the direction instead of runs; otherwise empty.
     """
 
     statement: str
@@ -154,7 +154,7 @@ def at_most(found: StepsComparison, ratio: float) -> Direction:
 
 
 def reached(found: StepsToLevel, within: float) -> Direction:
-    """Decide whether a model reaches its level within so many steps, by the interval of the mean number of steps.
+    """Decide whether a model reaches its level by step `within`, by the interval of the mean number of steps.
 
     If a seed has not reached the level, or there is no interval for another reason, the sign test decides.
     """

@@ -52,7 +52,7 @@ def sweep(
             cores, gpus = _enter_ray(stack)
         if workers is None:
             workers = gpus or cores
-        # Threads of each of all workers, even if fewer jobs are left: the last bits depend on the number of threads.
+        # Cores are divided by `workers`, even if fewer jobs are left: the last bits depend on the number of threads.
         threads = max(1, cores // workers)
         workers = max(1, min(workers, len(jobs)))
         tasks = [joblib.delayed(_work)(number, job, out, threads) for number, (job, out) in enumerate(jobs)]

@@ -1,4 +1,4 @@
-"""The base class of variants that compute attention over the finished queries, keys and values in another way.
+"""The base class of variants with another attention function over the finished queries, keys and values.
 
 A variant implements `attend` in a subclass of `AttentionMixin` and prepends this class to the attention of each layer
 (see `prepend_class`). Projections, shift, QK-norm, rotary embedding and cache remain those of the family.

@@ -5,7 +5,7 @@
     F[i, j] = sum of S[p, n] over the keys n <= j, p the token before i                    axis "key"
     output = softmax(Z - F) V                                                              in every head
 
-S determines which keys a token makes later tokens attend to less. Both sums are over the rows S[p(i), :], where p(i) is
+S determines how much less later tokens attend to each key. Both sums are over the rows S[p(i), :], where p(i) is
 the token before i: down the queries or along the keys.
 
 With blocks of queries a .. b, the sum down the queries is carried from block to block as C,

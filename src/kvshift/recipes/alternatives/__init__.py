@@ -1,4 +1,4 @@
-"""Figure 1a under other readings of what the paper leaves open: does its comparison depend on the reading?"""
+"""Figure 1a under other readings of details that the paper leaves open: does its comparison depend on them?"""
 
 from kvshift.lab.study.entry import Entry, Grid, Preset
 

@@ -1,4 +1,4 @@
-"""Figure 1a under other readings of what the paper leaves open: does its comparison depend on the reading?"""
+"""Figure 1a under other readings of details that the paper leaves open: does its comparison depend on them?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS = ((2, "vanilla"), (1, "kv-shift"))  # the longest run first
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One reading of what the paper leaves open.
+    """One reading of the details that the paper leaves open.
 
     Attributes:
         words: name of the reading in figures and claims.
