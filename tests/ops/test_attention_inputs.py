@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kvshift.ops import attention_inputs
+from kvshift.ops import ShiftState, attention_inputs, kv_shift
 from kvshift.ops.attention_inputs import Results, shift_norm_rope
 
 from ..covering import covering
@@ -158,6 +158,21 @@ def test_the_next_token(dtype, shifted, norm, taken):
         assert_within_rounding(case, lambda case, call=call: call(case)[:3], unit=torch.finfo(dtype).eps)
         assert call(case)[3] == by_loops(case)[3]
     assert set(taken) == {"next token"}
+
+
+@covering(dtype=DTYPES, shifted=["kv", "k", "v"])
+@torch.no_grad()
+def test_the_next_token_of_families_that_rotate_themselves(dtype, shifted, taken):
+    """Without rotary embedding, the next token has the bits of `kv_shift`."""
+    case = random_fused(23, 3, 1, dtype=dtype, norm=False, shifted=shifted, rows=1)
+    state = ShiftState(case.k_state, case.v_state, 1)
+    q, *found = shift_norm_rope(case.q, case.k, case.v, case.alpha, case.beta, state=state)
+    expected = kv_shift(case.k, case.v, case.alpha, case.beta, state=state)
+    assert q is case.q
+    for x, y in zip(found[:2], expected[:2], strict=True):
+        assert torch.equal(x, y)
+    assert found[2] == expected[2]
+    assert taken == ["next token"]
 
 
 def test_the_padding_of_the_last_token_is_no_state(path):

@@ -278,8 +278,8 @@ OF_AUTO: Table = {
         "one token before itself": ("previous, columns.previous, out", "x, columns.previous, out", check_one_token),
         "next token, zero times infinity": ("if columns.none_is_zero:", "if True:", check_next_token_of_infinities),
         "one token without norm": (
-            "q, k = call.norms[0](q), call.norms[1](k)\n    # Rotated",
-            "q, k = call.norms[1](q), k\n    # Rotated",
+            "q, k = call.norms[0](q), call.norms[1](k)\n    if",
+            "q, k = call.norms[1](q), k\n    if",
             check_one_token,
         ),
     },

@@ -67,7 +67,7 @@ def shift_norm_rope(
         state: as in `kv_shift`, with queries if gamma is given. Used only if something is shifted.
         cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
         keep_state: False if no later call needs the new state.
-        kept: the caller's cache of alpha and beta for generation.
+        coefficient_cache: the caller's cache of alpha and beta for generation.
 
     Returns:
         q, k, v and the new state, which is None if it is not kept or nothing is shifted.

@@ -1,8 +1,8 @@
 """The next token of generation in a few plain operations, bit-identical to `kv_shift`.
 
-On every device, the host takes longer to prepare a kernel launch than to call these operations (docs/findings.md). They
-handle one token per sequence, with rotary embedding, a window of 2 and no gradients. The row of state is the previous
-token:
+On every device, the host takes longer to prepare a kernel launch than to call these operations (docs/findings.md, "What
+a token costs the host"). They handle one token per sequence, with a window of 2 and no gradients. The row of state is
+the previous token:
 
     k_hat = alpha[:, 0] * k + alpha[:, 1] * state.k          v_hat = beta[:, 0] * v + beta[:, 1] * state.v
 
@@ -33,13 +33,14 @@ def next_token(call: Call, cache: CoefficientCache) -> tuple[Tensor | None, Tens
     """
     q: Any
     v: Any
-    rotary: Any
-    q, k, v, rotary, new = call.q, call.k, call.v, call[7:9], None
+    q, k, v, rotary, new = call.q, call.k, call.v, call.rotary(), None
     if call.alpha is not None or call.beta is not None:
         new = None if call.max_rows == 0 else ShiftState(k, v, 1)
         k, v = _shift_next_token(call, cache)
     if call.norms is not None:
         q, k = call.norms[0](q), call.norms[1](k)
+    if rotary is None:
+        return q, k, v, new
     # Rotated together, which saves four operations.
     q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], k.shape[2]), 2)
     return q, k, v, new

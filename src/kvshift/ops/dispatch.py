@@ -143,16 +143,16 @@ def _unsupported_reason(kernels: str, window: int, x: Tensor, *others: Tensor | 
 
 
 def _is_next_token(call: Call) -> bool:
-    """Return True for one token per sequence, rotated, and either not shifted or with window 2 and one row of state."""
+    """Return True for one token per sequence, either not shifted or with window 2 and one row of state."""
     q, k, v, alpha, beta, k_state, v_state = call[:7]
-    if call.cos is None or call.gamma is not None or not call.cu_seqlens is call.seq_idx is call.mask is None:
+    if call.gamma is not None or not call.cu_seqlens is call.seq_idx is call.mask is None:
         return False
     if not (isinstance(k, Tensor) and isinstance(q, Tensor) and isinstance(v, Tensor)):
         return False
     of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if not (len(of_q) == len(of_k) == len(of_v) == 4 and of_k[1] == 1 and of_q[3] == of_k[3]):
+    if not (len(of_q) == len(of_k) == len(of_v) == 4 and of_k[1] == 1 and of_q[:2] == of_k[:2] == of_v[:2]):
         return False
-    if not (of_q[0] == of_k[0] == of_v[0] and of_q[1] == of_v[1] == 1 and of_v[2] == of_k[2]):
+    if of_q[3] != of_k[3] or of_v[2] != of_k[2]:
         return False
     if not (q.dtype is v.dtype is k.dtype and q.layout is v.layout is k.layout is torch.strided):
         return False
