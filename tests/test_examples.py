@@ -136,7 +136,7 @@ def test_the_comparison_in_the_readme_is_the_one_in_results():
     for row in rows:
         assert README.count(row) == 1, row
     assert f"two Llamas of {parameters['vanilla']:,} parameters" in README
-    assert f"({verdict['seeds']} seeds, " in README.replace("\n", " ")
+    assert f"({verdict['seeds']} seeds, " in README
 
 
 def test_the_readme_gives_one_time_of_a_step():

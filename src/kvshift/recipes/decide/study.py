@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from kvshift.lab.analysis.accuracy import draw_chance
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.data.config import DataConfig
@@ -21,8 +20,8 @@ from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.decide import ENTRY
-from kvshift.recipes.phase.changes import KIND_NAMES, PhaseChanges, draw_changes, mean_text
-from kvshift.recipes.phase.phase_search import BASE, LEVEL
+from kvshift.recipes.phase.changes import KIND_NAMES, PhaseChanges, draw_changes, draw_copying_level, mean_text
+from kvshift.recipes.phase.phase_search import BASE
 
 MARGIN = 0.01
 """Smallest useful gain, in nats per token. The gains in the paper's tables are 0.01 to 0.03."""
@@ -166,7 +165,7 @@ def plot(records: Sequence[Record]) -> Figure:
                 axes.sharey(panels[column])
             draw_changes(axes, changes, {ours: "KV-shift", theirs: "vanilla"}, name)
     for axes in panels[:: len(names)]:
-        draw_chance(axes, LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")
+        draw_copying_level(axes)
     legend_below(figure, f"{INTERVALS}; losses of positions from 64 on")
     return figure
 

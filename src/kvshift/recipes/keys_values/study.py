@@ -11,19 +11,17 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from kvshift.lab.analysis.accuracy import draw_chance
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, lower_loss
+from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.recipe import Recipe, Record, last_loss
+from kvshift.lab.study.recipe import Recipe, Record
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.recipes.decide import study as decide
 from kvshift.recipes.keys_values import ENTRY
-from kvshift.recipes.phase.changes import PhaseChanges, draw_changes
-from kvshift.recipes.phase.phase_search import LEVEL
+from kvshift.recipes.phase.changes import PhaseChanges, draw_changes, draw_copying_level
 
 LAYERS = 2
 ARMS = [Arm(variant=variant, layers=LAYERS) for variant in ("kv-shift", "k-shift", "v-shift")]
@@ -57,13 +55,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     pairs = ((KEYS, VALUES), (BOTH, KEYS), (BOTH, VALUES))
     return [
         *(changes.sooner_claim(ours, theirs) for ours, theirs in pairs),
-        *(_lower_at_end(changes, ours, theirs) for ours, theirs in pairs),
+        *(changes.lower_at_end_claim(ours, theirs) for ours, theirs in pairs),
     ]
-
-
-def _lower_at_end(changes: PhaseChanges, ours: Arm, theirs: Arm) -> Claim:
-    losses = [[last_loss(run) for run in changes.models[arm].values()] for arm in (ours, theirs)]
-    return lower_loss(f"At the end, {ours}: a lower loss than {theirs}", *losses, names=(ours.label, theirs.label))
 
 
 def plot(records: Sequence[Record]) -> Figure:
@@ -77,7 +70,7 @@ def plot(records: Sequence[Record]) -> Figure:
     figure, panels = new_figure([*titles.values()], ylabels=["attention", *["nats per token"] * 2])
     for axes, name in zip(panels, titles, strict=True):
         draw_changes(axes, changes, {arm: arm.label for arm in ARMS}, name)
-    draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")
+    draw_copying_level(panels[0])
     legend_below(figure, INTERVALS)
     return figure
 

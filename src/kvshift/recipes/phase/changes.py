@@ -17,7 +17,7 @@ from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import t_interval
 from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher, lower_loss, question, sooner
-from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, value_at
+from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, last_loss, value_at
 from kvshift.lab.training.probes import KINDS
 from kvshift.recipes.phase.phase_search import LEVEL, tokens_in_words, tokens_per_step
 
@@ -104,6 +104,11 @@ class PhaseChanges:
             [0.0] * len(losses),
             note=f"gain in nats: {kinds}",
         )
+
+    def lower_at_end_claim(self, ours: Arm, theirs: Arm) -> Claim:
+        """Return the claim that one model has a lower loss than another after the last step."""
+        losses = [[last_loss(run) for run in self.models[arm].values()] for arm in (ours, theirs)]
+        return lower_loss(f"At the end, {ours}: a lower loss than {theirs}", *losses, names=(ours.label, theirs.label))
 
     def gain_location_claims(self, layers: int) -> list[Claim]:
         """Return the questions whether the final gain lies on seen pairs, and vanilla is ahead after new tokens."""
@@ -209,3 +214,8 @@ def draw_changes(axes: Axes, changes: PhaseChanges, arms: Mapping[Arm, str], nam
         mean = changes.steps_to_change(arm).mean
         if mean is not None and label in lines:
             axes.axvline(mean * tokens / 1e6, color=lines[label].get_color(), linestyle=":", linewidth=1)
+
+
+def draw_copying_level(axes: Axes) -> None:
+    """Draw `LEVEL` in a panel of prefix matching, and explain the upright lines of `draw_changes` in the legend."""
+    draw_chance(axes, LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import Arm, layers_text, pair
-from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss, question
+from kvshift.lab.study.claims import Claim, Direction, higher, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.recipe import Recipe, Record, last_loss
+from kvshift.lab.study.recipe import Recipe, Record
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import with_variant
@@ -68,14 +68,17 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def _claims(changes: PhaseChanges) -> list[Claim]:
     found = [changes.sooner_claim(*pair(layers=layers)) for layers in changes.depths]
+    one_for_two = (
+        Arm(variant="kv-shift", layers=changes.depths[0]),
+        Arm(variant="vanilla", layers=changes.depths[-1]),
+    )
     if len(changes.depths) > 1:
-        least, most = changes.depths[0], changes.depths[-1]
-        found.append(changes.sooner_claim(Arm(variant="kv-shift", layers=least), Arm(variant="vanilla", layers=most)))
+        found.append(changes.sooner_claim(*one_for_two))
     for layers in changes.depths:
         found += [changes.gain_claim(layers, name, steps) for name, steps in changes.moments(layers).items()]
         found += [_survives(changes, layers), *changes.gain_location_claims(layers)]
     if len(changes.depths) > 1:
-        found.append(_one_for_two(changes, changes.depths[0], changes.depths[-1]))
+        found.append(changes.lower_at_end_claim(*one_for_two))
     return found
 
 
@@ -92,13 +95,6 @@ def _survives(changes: PhaseChanges, layers: int) -> Claim:
         direction=decided,
         note="decided where vanilla changes in every seed, by the loss after the last step",
     )
-
-
-def _one_for_two(changes: PhaseChanges, least: int, most: int) -> Claim:
-    arms = Arm(variant="kv-shift", layers=least), Arm(variant="vanilla", layers=most)
-    names = arms[0].label, arms[1].label
-    losses = [[last_loss(run) for run in changes.models[arm].values()] for arm in arms]
-    return lower_loss(f"At the end, {names[0]}: a lower loss than {names[1]}", *losses, names=names)
 
 
 def plot(records: Sequence[Record]) -> Figure:
