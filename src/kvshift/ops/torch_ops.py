@@ -228,8 +228,10 @@ def by_batch(state: Tensor, x: Tensor) -> Tensor:
 
 def rows_at(x: Tensor, state_BQGD: Tensor, index: Tensor) -> Tensor:
     """Return the rows of x or of the state that `index`, from a `ShiftPlan`, refers to: (B, n, G, D)."""
-    in_state = torch.where(index < 0, index.long() + state_BQGD.shape[1], -1)
-    return torch.where(index[..., None, None] >= 0, gather_rows(x, index), gather_rows(state_BQGD, in_state))
+    slots, index = state_BQGD.shape[1], index.long()  # ONNX needs 64 bits
+    batch, row = torch.arange(x.shape[0], device=x.device).unsqueeze(1), index[..., None, None]
+    from_state = torch.where(row >= -slots, state_BQGD[batch, (index + slots).clamp(0, slots - 1)], 0)
+    return torch.where(row >= 0, x[batch, index.clamp(min=0)], from_state)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
