@@ -36,7 +36,11 @@ def next_token(call: Call, cache: CoefficientCache) -> tuple[Tensor | None, Tens
     q, k, v, rotary, new = call.q, call.k, call.v, call.rotary(), None
     if call.alpha is not None or call.beta is not None:
         new = None if call.max_rows == 0 else ShiftState(k, v, 1)
-        k, v = _shift_next_token(call, cache)
+        dtype = compute_dtype(k)
+        if call.alpha is not None:
+            k = _shift_one(k, call.k_state, cache.columns(0, call.alpha, dtype))
+        if call.beta is not None:
+            v = _shift_one(v, call.v_state, cache.columns(1, call.beta, dtype))
     if call.norms is not None:
         q, k = call.norms[0](q), call.norms[1](k)
     if rotary is None:
@@ -46,26 +50,14 @@ def next_token(call: Call, cache: CoefficientCache) -> tuple[Tensor | None, Tens
     return q, k, v, new
 
 
-def _shift_next_token(call: Call, cache: CoefficientCache) -> list[Tensor]:
-    """Return the shifted keys and values; the row of state is the previous token."""
-    dtype = compute_dtype(call.k)
-    of_k_and_v: Any = enumerate(zip(call[1:3], call[3:5], call[5:7], strict=True))  # both have a state
-    outputs = []
-    for index, (x, coefficients, previous) in of_k_and_v:
-        if coefficients is None:
-            outputs.append(x)
-            continue
-        columns = cache.columns(index, coefficients, dtype)
-        y = x * columns.current  # in the dtype of the arithmetic
-        if columns.none_is_zero:
-            # Operations convert their arguments and results themselves; `to` would be another launch for each.
-            out = y if x.dtype is dtype else torch.empty_like(x)
-            outputs.append(torch.addcmul(y, previous, columns.previous, out=out))
-            continue
-        y.masked_fill_(columns.current == 0, 0)
-        y = torch.where(columns.previous == 0, y, torch.addcmul(y, previous, columns.previous))
-        outputs.append(y.to(x.dtype))
-    return outputs
+def _shift_one(x: Tensor, previous: Any, columns: Columns) -> Tensor:
+    """Return the shifted keys or values, given those of the previous token."""
+    y = x * columns.current  # in the dtype of the arithmetic
+    if columns.none_is_zero:
+        # Operations convert their arguments and results themselves; `to` would be another launch for each.
+        return torch.addcmul(y, previous, columns.previous, out=y if y.dtype is x.dtype else torch.empty_like(x))
+    y.masked_fill_(columns.current == 0, 0)
+    return torch.where(columns.previous == 0, y, torch.addcmul(y, previous, columns.previous)).to(x.dtype)
 
 
 class Columns(NamedTuple):
@@ -102,15 +94,10 @@ class CoefficientCache:
         # A captured graph must stay valid for other values: nothing is read or cached.
         captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
         cached = self._cached[index]
-        if (
-            cached is not None
-            and x is cached[0]
-            and x.data_ptr() == cached[1]
-            and x._version == cached[2]
-            and dtype is cached[3]
-            and not captured
-        ):
-            return cached[4]
+        if cached is not None and not captured:
+            parameter, address, version, of_dtype, columns = cached
+            if x is parameter and x.data_ptr() == address and x._version == version and dtype is of_dtype:
+                return columns
         keeps = type(x) is nn.Parameter and x.dtype is dtype and not (captured or x.is_inference() or x.is_meta)
         columns = make_columns(x.to(dtype), find_zeros=keeps or x.is_cpu)
         if keeps:

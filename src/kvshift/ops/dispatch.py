@@ -150,9 +150,10 @@ def _is_next_token(call: Call) -> bool:
     if not (isinstance(k, Tensor) and isinstance(q, Tensor) and isinstance(v, Tensor)):
         return False
     of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if not (len(of_q) == len(of_k) == len(of_v) == 4 and of_k[1] == 1 and of_q[:2] == of_k[:2] == of_v[:2]):
+    if not len(of_q) == len(of_k) == len(of_v) == 4:
         return False
-    if of_q[3] != of_k[3] or of_v[2] != of_k[2]:
+    batch, positions, heads, size = of_k
+    if positions != 1 or of_q != (batch, 1, of_q[2], size) or of_v != (batch, 1, heads, of_v[3]):
         return False
     if not (q.dtype is v.dtype is k.dtype and q.layout is v.layout is k.layout is torch.strided):
         return False
@@ -160,8 +161,8 @@ def _is_next_token(call: Call) -> bool:
         return True
     return (
         (call.max_rows == 0 or call.max_rows == 1)
-        and (alpha is None or alpha.shape == (of_k[2], 2))
-        and (beta is None or beta.shape == (of_k[2], 2))
+        and (alpha is None or alpha.shape == (heads, 2))
+        and (beta is None or beta.shape == (heads, 2))
         and k_state is not None
         and v_state is not None
         and k_state.shape == of_k
