@@ -51,7 +51,8 @@ def create_masks(
         positions are counted; with a 4D mask alone, they are counted as in the model without shift. A value is None
         if it is not needed.
     """
-    check_mask(attention_mask, str(config._attn_implementation))
+    attention = str(config._attn_implementation)  # once: a look-up in a configuration takes microseconds
+    check_mask(attention_mask, attention)
     batch, positions = inputs_embeds.shape[:2]
     if attention_mask is not None and attention_mask.ndim == 4:
         padding, documents = pair_structure(attention_mask, batch, positions, _num_cached_tokens(past_key_values))
@@ -62,7 +63,7 @@ def create_masks(
                 (_document_numbers(named, inputs_embeds) == _document_numbers(documents, inputs_embeds)).all(),
                 "attention_mask of four dimensions must separate exactly the documents of seq_idx or cu_seq_lens_q",
             )
-        if attention_mask.dtype == torch.bool and config._attn_implementation != "sdpa":
+        if attention_mask.dtype == torch.bool and attention != "sdpa":
             # Eager attention adds the mask to the scores: it would add 1 where a bool mask is True.
             scores = inputs_embeds.new_zeros(attention_mask.shape)
             attention_mask = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
@@ -76,7 +77,7 @@ def create_masks(
     if named is not None or begun is not None:
         seen = _num_cached_tokens(past_key_values)
         offsets = document_offsets(_document_numbers(named, inputs_embeds), seen, begun)
-    if str(config._attn_implementation).startswith("flash_attention"):
+    if attention.startswith("flash_attention"):
         check_flash_documents(
             documents, batch=batch, continues=begun is not None, real_BT=padding, position_ids=position_ids
         )
