@@ -144,7 +144,7 @@ OF_BOTH: Table = {
     },
     PLAN: {
         "pads counted as tokens": (
-            "rank_BT = real_BT.cumsum(1) - 1",
+            "rank_BT = mask.cumsum(1) - 1",
             "rank_BT = position_T.expand(batch, -1)",
             check_holes,
         ),
@@ -155,7 +155,7 @@ OF_BOTH: Table = {
             check_as_many_sequences_as_tokens,
         ),
         "numbers of documents ignored": (
-            "torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values",
+            "torch.where(document_starts(seq_idx, mask), rank_BT, 0).cummax(1).values",
             "torch.zeros_like(rank_BT)",
             check_numbered_documents,
         ),

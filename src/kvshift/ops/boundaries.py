@@ -126,16 +126,18 @@ def plan_shift(
         backward: whether gradients are needed.
     """
     position_T = torch.arange(positions, device=device)
-    real_BT = torch.ones(batch, positions, dtype=torch.bool, device=device) if mask is None else mask
-    rank_BT = real_BT.cumsum(1) - 1  # number of real tokens before a real token in its row
-    spare = positions  # an extra column at the end takes the writes and reads of padding
-    no_position = torch.full((batch, positions + 1), NO_ROW, dtype=torch.long, device=device)
-    at_rank = no_position.scatter(1, torch.where(real_BT, rank_BT, spare), position_T.expand(batch, -1))
+    if mask is None:
+        rank_BT, at_rank = position_T.expand(batch, -1), None
+    else:
+        rank_BT = mask.cumsum(1) - 1  # number of real tokens before a real token in its row
+        spare = positions  # an extra column at the end takes the writes and reads of padding
+        no_position = torch.full((batch, positions + 1), NO_ROW, dtype=torch.long, device=device)
+        at_rank = no_position.scatter(1, torch.where(mask, rank_BT, spare), position_T.expand(batch, -1))
+    real_before = torch.nn.functional.pad(rank_BT + 1, (1, 0))  # (B, T + 1): real tokens before each boundary
 
     if cu_seqlens is not None:
         sequence_T = sequence_of_positions(cu_seqlens, positions)
-        real_before = torch.cat([real_BT.new_zeros(1, 1, dtype=torch.long), rank_BT + 1], dim=1)
-        bound_rank = real_before[:, cu_seqlens.long()]  # (1, S + 1): real tokens before each boundary
+        bound_rank = real_before[:, cu_seqlens.long()]  # (1, S + 1)
         first_BT = bound_rank[:, sequence_T]
         slots = rows * (cu_seqlens.shape[0] - 1)
         state_BT = ((sequence_T + 1) * rows - slots).expand(batch, -1)  # one past the newest row of a token's state
@@ -144,10 +146,10 @@ def plan_shift(
     else:
         first_BT = state_BT = torch.zeros_like(rank_BT)
         slots = rows
-        end_BS = real_BT.sum(1, keepdim=True)
+        end_BS = real_before[:, -1:]
         first_BS = state_BS = torch.zeros_like(end_BS)
         if seq_idx is not None:
-            first_BT = torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values
+            first_BT = torch.where(document_starts(seq_idx, mask), rank_BT, 0).cummax(1).values
             state_BT = torch.where(first_BT > 0, NO_ROW, 0)  # only the first document of a row continues its state
             first_BS = torch.cat([first_BS, first_BT], dim=1).amax(1, keepdim=True)
             state_BS = torch.where(first_BS > 0, NO_ROW, 0)
@@ -156,11 +158,15 @@ def plan_shift(
         """Return the row of the token with this rank; ranks below `first` refer to the state."""
         behind = rank - first.unsqueeze(2)  # -1 is the newest row of state
         from_state = (state.unsqueeze(2) + behind).clamp(min=NO_ROW)
-        index = torch.where(behind >= 0, rank, spare).clamp(max=spare)
-        return torch.where(behind >= 0, at_rank.gather(1, index.flatten(1)).view_as(index), from_state)
+        if at_rank is not None:
+            index = torch.where(behind >= 0, rank, positions).clamp(max=positions)
+            rank = at_rank.gather(1, index.flatten(1)).view_as(index)
+        return torch.where(behind >= 0, rank, from_state)
 
-    sources = row_of(rank_BT.unsqueeze(2) - torch.arange(window, device=device), first_BT, state_BT)
-    sources = torch.where(real_BT.unsqueeze(2), sources, NO_ROW)
+    earlier = row_of(rank_BT.unsqueeze(2) - torch.arange(1, window, device=device), first_BT, state_BT)
+    sources = torch.cat([position_T[None, :, None].expand(batch, -1, 1), earlier], dim=2)
+    if mask is not None:
+        sources = torch.where(mask.unsqueeze(2), sources, NO_ROW)
 
     next_BSR = row_of(end_BS.unsqueeze(2) - torch.arange(rows, 0, -1, device=device), first_BS, state_BS)
 
