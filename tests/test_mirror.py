@@ -124,7 +124,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "recipes/test_results_pages.py": (
         "lab/study/notes.py",
         "lab/study/preset_report.py",
-        "recipes/summary.py",
     ),
     "recipes/test_power_law.py": (
         "recipes/fig06/study.py",
