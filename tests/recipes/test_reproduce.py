@@ -47,7 +47,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Recipe:
     made = Recipe(
         entry=entry,
         source="Figure 0",
-        jobs=lambda preset, seeds: [Counting(label=f"Beads, {kind}", seed=seed) for kind in "ab" for seed in seeds],
+        arms=lambda preset: [Counting(label=f"Beads, {kind}") for kind in "ab"],
         plot=drawing,
         claims=claims,
         notes=("The paper does not say which beads.",),
@@ -112,12 +112,10 @@ def test_what_is_finished_is_kept(recipe: Recipe, tmp_path: Path, capsys: pytest
 
 
 def test_failed_runs_are_named_and_tried_again(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = replace(
-        recipe, jobs=lambda preset, seeds: [Counting(label="Beads, a", ends="badly"), Counting(label="b")]
-    )
+    failing = replace(recipe, arms=lambda preset: [Counting(label="Beads, a", ends="badly"), Counting(label="b")])
     monkeypatch.setattr(module, "find_recipe", lambda name: failing)
     with pytest.raises(RunFailedError, match=r"1 of 2 runs failed; .*\n  Beads, a, seed 0: the beads are lost"):
-        reproduce(config(tmp_path))
+        reproduce(config(tmp_path, seeds=1))
     folder = tmp_path / "abacus" / "smoke"
     assert [record.arm.label for record in read_records(folder / "records.jsonl")] == ["b"]
     assert not (folder / "report.md").exists()

@@ -24,7 +24,7 @@ def counting(name: str, labels: str) -> Recipe:
     return Recipe(
         entry=Entry(name=name, title="counting", presets=presets, study="counting"),
         source="Figure 0",
-        jobs=lambda preset, seeds: [Counting(label=f"Beads, {label}", seed=seed) for label in labels for seed in seeds],
+        arms=lambda preset: [Counting(label=f"Beads, {label}") for label in labels],
         plot=lambda records: Figure(),
         claims=lambda records: [],
     )

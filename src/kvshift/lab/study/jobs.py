@@ -49,6 +49,9 @@ class RunJob(ABC):
     def seed(self) -> int:
         return self.config.seed
 
+    def with_seeds(self, seeds: Sequence[int]) -> list[Self]:
+        return [replace(self, config=replace(self.config, seed=seed)) for seed in seeds]
+
     def at_rate(self, rate: float) -> Self:
         """Return the same run with another learning rate."""
         optimizer = replace(self.config.optimizer, learning_rate=rate)
@@ -216,17 +219,14 @@ class TextJob(RunJob):
         return replace(self.config, data=replace(self.config.data, **found))
 
 
-def pairs_of_depths(config: TrainConfig, depths: Sequence[int], seeds: Sequence[int]) -> list[TextJob]:
-    """Return jobs for the model of `config` with each depth and seed, with KV shift and without."""
+def pairs_of_depths(config: TrainConfig, depths: Sequence[int]) -> list[TextJob]:
+    """Return jobs for the model of `config` with each depth, with KV shift and without."""
     return [
         TextJob(
             arm=Arm(variant=variant, layers=layers),
-            config=replace(
-                config, seed=seed, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)
-            ),
+            config=replace(config, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)),
         )
         for layers in depths
-        for seed in seeds
         for variant in PAIR
     ]
 
@@ -285,15 +285,22 @@ class Computation:
 
     Attributes:
         arm: arm of the study.
-        config: options, as a frozen dataclass.
+        config: options, as a frozen dataclass, with a field `seed` if the numbers are random.
         function: returns the result as JSON, from `config`; defined at the top level of a module.
-        seed: seed of random numbers, if there are any.
     """
 
     arm: Arm
     config: Any
     function: Callable[[Any], dict[str, Any]]
-    seed: int = 0
+
+    @property
+    def seed(self) -> int:
+        return getattr(self.config, "seed", 0)
+
+    def with_seeds(self, seeds: Sequence[int]) -> list[Self]:
+        if not hasattr(self.config, "seed"):
+            return [self]
+        return [replace(self, config=replace(self.config, seed=seed)) for seed in seeds]
 
     def is_finished(self, out: Path) -> bool:
         """Return True if the result is in `out`. Raise a LabError if it was computed with other options."""

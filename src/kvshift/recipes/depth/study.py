@@ -21,7 +21,6 @@ from kvshift.lab.study.claims import Claim, higher, lower_loss, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
 from kvshift.lab.study.models import llama_config_from_record
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, last_loss, value_at
-from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.lab.variants.model_config import ModelConfig
@@ -68,10 +67,9 @@ SMOKE = replace(
 SIZES = {"paper": (PAPER, (16, 8, 4, 2)), "laptop": (LAPTOP, (8, 4, 2)), "smoke": (SMOKE, (2, 1))}
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
-    """Return a job for each depth, with and without KV shift, with each seed."""
-    config, depths = SIZES[preset]
-    return pairs_of_depths(config, depths, seeds)
+def arms(preset: str) -> list[TextJob]:
+    """Return a job for each depth, with and without KV shift."""
+    return pairs_of_depths(*SIZES[preset])
 
 
 @dataclass(frozen=True)
@@ -95,18 +93,14 @@ class Losses:
         shallowest = next(iter(self._runs(self.depths[0], "vanilla").values()))
         return shallowest.options["steps"] * _flops(shallowest)
 
-    def at_end(self, layers: int, variant: str) -> list[float]:
-        """Return the loss of each seed after all steps."""
-        return [last_loss(record) for record in self._runs(layers, variant).values()]
-
-    def at_equal_compute(self, layers: int, variant: str) -> list[float]:
-        """Return the loss of each seed after the compute of the shallowest vanilla model's whole run."""
-        return [at_compute(record, self.compute) for record in self._runs(layers, variant).values()]
+    def of(self, layers: int, variant: str, *, equal_compute: bool = False) -> list[float]:
+        """Return the loss of each seed after all steps, or after the compute of the shallowest vanilla model's run."""
+        runs = self._runs(layers, variant).values()
+        return [at_compute(run, self.compute) if equal_compute else last_loss(run) for run in runs]
 
     def gains(self, layers: int, *, equal_compute: bool = False) -> list[float]:
         """Return by how much the loss of each seed is lower with KV shift."""
-        losses = self.at_equal_compute if equal_compute else self.at_end
-        ours, theirs = (losses(layers, variant) for variant in PAIR)
+        ours, theirs = (self.of(layers, variant, equal_compute=equal_compute) for variant in PAIR)
         return [other - one for one, other in zip(ours, theirs, strict=True)]
 
     def _runs(self, layers: int, variant: str) -> Mapping[int, Record]:
@@ -135,7 +129,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     steps, found = records[0].options["steps"], []
     for equal in (False, True):
         for layers in losses.depths[1:] if equal else losses.depths:
-            ours, theirs = ((losses.at_equal_compute if equal else losses.at_end)(layers, variant) for variant in PAIR)
+            ours, theirs = (losses.of(layers, variant, equal_compute=equal) for variant in PAIR)
             when = f"With the compute of {layers_text(least)}" if equal else f"After {steps:,} steps"
             found.append(
                 lower_loss(
@@ -176,8 +170,8 @@ def _against_depth(losses: Losses, least: int, most: int) -> Claim:
 
 def _deeper_without(losses: Losses, layers: int, more: int) -> Claim:
     """Return the claim that `layers` layers with the shift beat `more` layers without, at equal compute."""
-    ours = losses.at_equal_compute(layers, "kv-shift")
-    theirs = losses.at_equal_compute(more, "vanilla")
+    ours = losses.of(layers, "kv-shift", equal_compute=True)
+    theirs = losses.of(more, "vanilla", equal_compute=True)
     names = (Arm(variant="kv-shift", layers=layers).label, Arm(variant="vanilla", layers=more).label)
     statement = f"At equal compute, {layers_text(layers)} with KV shift: a lower loss than {more} without"
     return lower_loss(statement, ours, theirs, names=names)
@@ -211,8 +205,7 @@ def _over_compute(record: Record) -> tuple[list[float], list[float]]:
 RECIPE = Recipe(
     entry=ENTRY,
     source="No figure of the paper: whether the gain survives depth is what its reviewers asked",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
-    tuned_by=least_loss(),
 )

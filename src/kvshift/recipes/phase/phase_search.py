@@ -145,13 +145,9 @@ class SearchJob(TextJob):
         return (StopAtLevel(),)
 
 
-def search_jobs(seeds: Sequence[int]) -> list[SearchJob]:
-    """Return a job for each setting with each seed, in the order of `SEARCH`."""
-    return [
-        SearchJob(arm=Arm(case=setting.label), config=replace(setting.config(), seed=seed))
-        for setting in SEARCH
-        for seed in seeds
-    ]
+def search_arms() -> list[SearchJob]:
+    """Return a job for each setting, in the order of `SEARCH`."""
+    return [SearchJob(arm=Arm(case=setting.label), config=setting.config()) for setting in SEARCH]
 
 
 def tokens_to_level(record: Record) -> float | None:
@@ -213,12 +209,10 @@ def plot(records: Sequence[Record]) -> Figure:
     axes.axvline(LEVEL, color="black", linestyle=":", label=f"{LEVEL:g}, from which a model is said to copy")
     for at, (record, value) in enumerate(zip(records, best, strict=True)):
         tokens = tokens_to_level(record)
-        read = record.options["steps"] if tokens is None else 0
-        text = (
-            f"not within {tokens_in_words(read * tokens_per_step(record))}"
-            if tokens is None
-            else f"after {tokens_in_words(tokens)}"
-        )
+        if tokens is None:
+            text = f"not within {tokens_in_words(record.options['steps'] * tokens_per_step(record))}"
+        else:
+            text = f"after {tokens_in_words(tokens)}"
         axes.text(max(value, LEVEL) + 0.01, at, f"{text} tokens", va="center", fontsize=7)
     axes.set_yticks(range(len(records)), [record.arm.label for record in records], fontsize=7)
     axes.set_xlim(0, 1)
