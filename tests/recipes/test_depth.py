@@ -13,6 +13,7 @@ from kvshift.lab.core.options import to_json
 from kvshift.lab.data.config import SHARED_DATA_ENV
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.jobs import with_available_text
+from kvshift.lab.study.models import flops_per_token
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
@@ -82,7 +83,7 @@ def test_at_equal_compute_a_deep_model_has_taken_fewer_steps():
 
 def test_compute_is_read_off_between_evaluations():
     one, deep = record(2, "vanilla", [4.0, 3.0, 2.0]), record(8, "vanilla", [4.0, 3.0, 2.0])
-    each = depth._flops(one)
+    each = flops_per_token(one)
     assert depth.at_compute(one, 250 * each) == pytest.approx(2.5)
     assert depth.at_compute(one, 300 * each) == depth.at_compute(one, 900 * each) == 2.0
     assert depth.at_compute(one, 10 * each) == 4.0
@@ -90,7 +91,7 @@ def test_compute_is_read_off_between_evaluations():
     flops = {
         layers: 6 * (layers * (4 * 64**2 + 3 * 64 * 192) + 1024 * 64) + layers * 12 * 64 * 64.5 for layers in (2, 8)
     }
-    assert (each, depth._flops(deep)) == (pytest.approx(flops[2]), pytest.approx(flops[8]))
+    assert (each, flops_per_token(deep)) == (pytest.approx(flops[2]), pytest.approx(flops[8]))
 
 
 def test_all_questions_are_ours():
@@ -158,7 +159,7 @@ def test_a_run_of_smoke(tmp_path: Path):
         job.at_rate(0.5).is_finished(tmp_path / "run")
     assert found.curve["step"] == [2, 4]
     assert "eval_losses_per_row" not in found.result
-    assert depth._flops(found) > 0
+    assert flops_per_token(found) > 0
 
 
 def test_what_is_kept_of_a_run_is_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,6 @@ from kvshift import cli
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim
-from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import Computation
 from kvshift.lab.study.recipe import Recipe, without_tuning_runs
 from kvshift.lab.study.records import read_records
@@ -25,7 +24,7 @@ from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.listing import list_or_reproduce
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
-from ..lab.study.cases import Counting, runs
+from ..lab.study.cases import Counting, counting_recipe, runs
 
 
 def drawing(records):
@@ -43,19 +42,12 @@ def claims(records):
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    entry = Entry(name="abacus", title="counting with beads", presets={"smoke": Preset(seeds=2, cost="nothing")})
-    made = Recipe(
-        entry=entry,
-        source="Figure 0",
-        arms=lambda preset: [Counting(label=f"Beads, {kind}") for kind in "ab"],
-        plot=drawing,
-        claims=claims,
-        notes=("The paper does not say which beads.",),
-    )
+    notes = ("The paper does not say which beads.",)
+    made = replace(counting_recipe("ab"), plot=drawing, claims=claims, notes=notes)
     find = lambda name: made if name == "abacus" else find_recipe(name)  # noqa: E731
     for place in (module, catalogue):
         monkeypatch.setattr(place, "find_recipe", find)
-    monkeypatch.setattr(listing, "CATALOGUE", {"abacus": entry})
+    monkeypatch.setattr(listing, "CATALOGUE", {"abacus": made.entry})
     return made
 
 

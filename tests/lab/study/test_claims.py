@@ -108,7 +108,7 @@ def test_percent():
     assert percent([0.9, 1.0, 1.0]) == "96.7 % (95 % interval 82.3 to 100.0, cut at 100, 3 seeds)"
     assert percent([0.0, 0.9, 1.0]).endswith("(95 % interval 0.0 to 100.0, cut at 0 and 100, 3 seeds)")
     assert percent([1.0, 1.0, 1.0]) == "100.0 % in each of 3 seeds"
-    assert percent([0.123456], digits=2) == "12.35 % (1 seed)"
+    assert percent([0.123456]) == "12.3 % (1 seed)"
 
 
 def test_points():

@@ -17,9 +17,8 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study import jobs as kinds
 from kvshift.lab.study import run_study
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.recipe import Job, Recipe, Record
+from kvshift.lab.study.recipe import Job, Record
 from kvshift.lab.study.records import RecordStore, read_records, write_records
 from kvshift.lab.study.run_study import job_folder
 from kvshift.lab.training.callbacks import InterruptedRunError
@@ -29,7 +28,7 @@ from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.mqar import study as mqar
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
-from .cases import Counting, made_up, runs
+from .cases import Counting, counting_recipe, made_up, runs
 
 MACHINE_SPECIFIC = ("seconds", "processor_seconds", "peak_memory_bytes")
 
@@ -46,14 +45,7 @@ class Beads(Counting):
 def beads(monkeypatch: pytest.MonkeyPatch) -> list[Counting]:
     """The jobs of a recipe that trains nothing. A test may change them."""
     jobs: list[Counting] = [Beads(label=f"Beads, {kind}", seed=seed) for kind in "ab" for seed in (0, 1)]
-    entry = Entry(name="abacus", title="counting", presets={"smoke": Preset(seeds=2, cost="nothing")})
-    recipe = Recipe(
-        entry=entry,
-        source="Figure 0",
-        arms=lambda preset: jobs,
-        plot=lambda records: Figure(),
-        claims=lambda records: [],
-    )
+    recipe = replace(counting_recipe(""), arms=lambda preset: jobs)
     monkeypatch.setattr(module, "find_recipe", lambda name: recipe)
     return jobs
 

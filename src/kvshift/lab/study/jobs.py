@@ -70,15 +70,17 @@ class RunJob(ABC):
             job = replace(job, config=replace(job.config, steps=steps))
         return replace(job, arm=replace(self.arm, rate=rate), tunes=self.arm)
 
-    @abstractmethod
     def is_finished(self, out: Path) -> bool:
-        """See `Job`, also for the methods below."""
+        """Return True if the run is finished. Raise a LabError if `out` has other options or the text is missing."""
+        return out.exists() and check_folder(RunFolder(out), self._options(self._with_local_paths()))
+
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        """See `Job`; the text need not be on this machine."""
+        return other_options(options, self._options(self.config))
 
     @abstractmethod
-    def other_options(self, options: Mapping[str, Any]) -> list[str]: ...
-
-    @abstractmethod
-    def run(self, out: Path) -> None: ...
+    def run(self, out: Path) -> None:
+        """See `Job`."""
 
     def on_bundled_text(self) -> Self:
         """Return the same run on the bundled corpus if its text is in files, else the run itself."""
@@ -108,6 +110,14 @@ class RunJob(ABC):
             "result": {**run.result, "coefficients": run.coefficients()},
         }
 
+    def _options(self, config: Any) -> dict[str, Any]:
+        """Return the options of a run as JSON."""
+        return to_json(config)
+
+    def _with_local_paths(self) -> Any:
+        """Return the options with the paths of the text on this machine."""
+        return self.config
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(RunJob):
@@ -123,15 +133,11 @@ class TrainingJob(RunJob):
         task = replace(task, corpus=DataConfig().corpus, validation=None)
         return replace(self, config=replace(self.config, task=task))
 
-    def is_finished(self, out: Path) -> bool:
-        """Return True if the run is finished. Raise a LabError if `out` has a run with other options."""
-        return out.exists() and check_folder(RunFolder(out), task_options(self.config))
-
-    def other_options(self, options: Mapping[str, Any]) -> list[str]:
-        return other_options(options, task_options(self.config))
-
     def run(self, out: Path) -> None:
         train_task(replace(self.config, out=out))
+
+    def _options(self, config: Any) -> dict[str, Any]:
+        return task_options(config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +193,6 @@ class TextJob(RunJob):
         data = replace(self.config.data, corpus=DataConfig().corpus, validation=None)
         return replace(self, config=replace(self.config, data=data))
 
-    def is_finished(self, out: Path) -> bool:
-        """Return True if the run is finished. Raise a LabError if `out` has other options or the text is missing."""
-        return out.exists() and check_folder(RunFolder(out), to_json(self._with_local_paths()))
-
-    def other_options(self, options: Mapping[str, Any]) -> list[str]:
-        """See `Job`; the text need not be on this machine."""
-        return other_options(options, to_json(self.config))
-
     def run(self, out: Path) -> None:
         train(replace(self._with_local_paths(), out=out), self.callbacks())
 
@@ -212,7 +210,6 @@ class TextJob(RunJob):
         return {**found, "options": {**options, "data_facts": facts}, "config_hash": digits, "result": result}
 
     def _with_local_paths(self) -> TrainConfig:
-        """Return the options with the paths of the text on this machine."""
         if not _is_file(self.config):
             return self.config
         found = {name: find_shared(value) for name, value in _text_paths(self.config).items()}

@@ -15,11 +15,10 @@ from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher, lower_loss, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.models import llama_config_from_record
+from kvshift.lab.study.models import flops_per_token
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, last_loss, value_at
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR
@@ -91,7 +90,7 @@ class Losses:
     def compute(self) -> float:
         """Training FLOPs per token of the shallowest vanilla model, summed over all its steps."""
         shallowest = next(iter(self._runs(self.depths[0], "vanilla").values()))
-        return shallowest.options["steps"] * _flops(shallowest)
+        return shallowest.options["steps"] * flops_per_token(shallowest)
 
     def of(self, layers: int, variant: str, *, equal_compute: bool = False) -> list[float]:
         """Return the loss of each seed after all steps, or after the compute of the shallowest vanilla model's run."""
@@ -114,12 +113,7 @@ def at_compute(record: Record, compute: float) -> float:
         record: record of the run.
         compute: training FLOPs per token, summed over steps; beyond the last step, the last loss is returned.
     """
-    return value_at(record, "loss", compute / _flops(record))
-
-
-def _flops(record: Record) -> float:
-    """Return the training FLOPs per token."""
-    return training_flops(llama_config_from_record(record), record.options["data"]["sequence_length"]).model
+    return value_at(record, "loss", compute / flops_per_token(record))
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
@@ -198,7 +192,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
 def _over_compute(record: Record) -> tuple[list[float], list[float]]:
     steps, losses = accuracy_curve(record, "loss")
-    each = _flops(record)
+    each = flops_per_token(record)
     return [each * step for step in steps], losses
 
 

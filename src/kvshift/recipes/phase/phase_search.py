@@ -13,11 +13,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, question, sign_test
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.models import llama_config_from_record
+from kvshift.lab.study.models import flops_per_token
 from kvshift.lab.study.recipe import Record, accuracy_curve
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
@@ -145,7 +144,7 @@ class SearchJob(TextJob):
         return (StopAtLevel(),)
 
 
-def search_arms() -> list[SearchJob]:
+def search_arms() -> list[TextJob]:
     """Return a job for each setting, in the order of `SEARCH`."""
     return [SearchJob(arm=Arm(case=setting.label), config=setting.config()) for setting in SEARCH]
 
@@ -175,7 +174,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def _claim(statement: str, records: Sequence[Record]) -> Claim:
     reached = {record.arm: tokens for record in records if (tokens := tokens_to_level(record)) is not None}
-    costs = {record.arm: reached[record.arm] * _flops(record) for record in records if record.arm in reached}
+    costs = {record.arm: reached[record.arm] * flops_per_token(record) for record in records if record.arm in reached}
     ours = f"in {len(reached)} of {len(records)} setting{'s' if len(records) > 1 else ''}"
     if costs:
         cheapest = min(costs, key=costs.__getitem__)
@@ -186,11 +185,6 @@ def _claim(statement: str, records: Sequence[Record]) -> Claim:
         direction=sign_test(int(bool(reached)), int(not reached)),
         note="one seed of each setting, up to 25 million tokens, none of which is read twice",
     )
-
-
-def _flops(record: Record) -> float:
-    """Return the training FLOPs per token."""
-    return training_flops(llama_config_from_record(record), record.options["data"]["sequence_length"]).model
 
 
 def tokens_in_words(tokens: float) -> str:

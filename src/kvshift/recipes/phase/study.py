@@ -51,7 +51,7 @@ DEPTHS = (2, 1)
 
 def arms(preset: str) -> list[TextJob]:
     """Return a job for each setting of the search, or for each depth with and without KV shift."""
-    return [*phase_search.search_arms()] if preset == "search" else pairs_of_depths(CONFIGS[preset], DEPTHS)
+    return phase_search.search_arms() if preset == "search" else pairs_of_depths(CONFIGS[preset], DEPTHS)
 
 
 def _is_search(records: Sequence[Record]) -> bool:
