@@ -103,6 +103,15 @@ def test_what_is_finished_is_kept(recipe: Recipe, tmp_path: Path, capsys: pytest
     assert "2 of 6 runs are already finished" in capsys.readouterr().err
 
 
+def test_the_seeds_of_a_preset_need_not_begin_at_0(recipe: Recipe, tmp_path: Path, monkeypatch) -> None:
+    presets = {"smoke": replace(recipe.presets["smoke"], first_seed=2000)}
+    pilot = replace(recipe, entry=replace(recipe.entry, presets=presets))
+    monkeypatch.setattr(module, "find_recipe", lambda name: pilot)
+    for seeds, expected in ((None, {2000, 2001}), (3, {2000, 2001, 2002})):
+        reproduce(config(tmp_path, seeds=seeds))
+        assert {record.seed for record in read_records(tmp_path / "abacus/smoke/records.jsonl")} == expected
+
+
 def test_failed_runs_are_named_and_tried_again(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = replace(recipe, arms=lambda preset: [Counting(label="Beads, a", ends="badly"), Counting(label="b")])
     monkeypatch.setattr(module, "find_recipe", lambda name: failing)

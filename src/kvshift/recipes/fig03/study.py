@@ -99,7 +99,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     found = []
     for record in records:
         result, options = record.result, record.options
-        share, planned = (sum(each.values()) for each in ({n: result[n] for n in result["planned"]}, result["planned"]))
+        planned = sum(result["planned"].values())
+        share = sum(result[name] for name in result["planned"])
         if options["layers"] is None:
             total = result["parameters"]
             found.append(
