@@ -29,7 +29,7 @@ from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.model_files import locate, require_ids
 from kvshift.lab.runs.run import Run
-from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
+from kvshift.lab.variants.by_name import VARIANTS, find_variant
 from kvshift.lab.variants.model_config import DType
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
@@ -111,7 +111,7 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
     place = find_device(device)
     try:
         loader = AutoModelForCausalLM if not kwargs.get("trust_remote_code") else _remote_class(folder)
-        with _without_report():
+        with without_report():
             loaded: Any = loader.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -146,7 +146,7 @@ def first_non_finite_parameter(model: torch.nn.Module) -> str | None:
 
 
 @contextmanager
-def _without_report() -> Iterator[None]:
+def without_report() -> Iterator[None]:
     """Suppress transformers' progress bar and loading report, whose contents `from_pretrained` also returns."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -200,9 +200,9 @@ def load_trained(run: Run) -> Any:
     """Load the final model of a run on text in float32, with the class that was used in training."""
     folder = run.folder / "model"
     values = read_json(folder / "config.json")
-    if values["model_type"] not in (LlamaConfig.model_type, KVShiftLlamaConfig.model_type):
-        find_variant(variant_of(run.config["model"]))  # registers its classes with transformers
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    values |= {"shift_targets": run.config["model"]["shift_targets"], "model_type": KVShiftLlamaConfig.model_type}
-    config = KVShiftLlamaConfig.from_dict(values)
-    return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    with without_report():
+        if values["model_type"] not in (LlamaConfig.model_type, KVShiftLlamaConfig.model_type):
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        values |= {"shift_targets": run.config["model"]["shift_targets"], "model_type": KVShiftLlamaConfig.model_type}
+        config = KVShiftLlamaConfig.from_dict(values)
+        return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
