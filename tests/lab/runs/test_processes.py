@@ -265,7 +265,7 @@ def test_fsdp_on_a_cpu_is_said_to_be_ignored(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_an_error_is_said_once(corpus, tmp_path):
-    done = in_two(*arguments(corpus.with_name("no such file.txt"), tmp_path / "run"))
+    done = in_two(*arguments(corpus.with_name("no-such-file.txt"), tmp_path / "run"))
     assert done.returncode != 0
     assert done.stderr.count("kvshift train: ") == 1
     assert "exitcode  : 2" in done.stderr
