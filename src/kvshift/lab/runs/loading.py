@@ -85,18 +85,14 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Load the tokenizer in a folder, as found by `model_files.locate`, or of a name on the hub."""
-    try:
+    with _named_errors(folder):
         return AutoTokenizer.from_pretrained(folder)
-    except MODEL_CONFIG_ERRORS as error:
-        raise LabError(_unreadable(str(folder), error)) from error
 
 
 def load_config(folder: str | Path) -> Any:
     """Load the configuration of the model in a folder, as found by `model_files.locate`, or of a name on the hub."""
-    try:
+    with _named_errors(folder):
         return AutoConfig.from_pretrained(folder)
-    except MODEL_CONFIG_ERRORS as error:
-        raise LabError(_unreadable(str(folder), error)) from error
 
 
 def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "auto", **kwargs: Any) -> Any:
@@ -109,19 +105,16 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
             folder is used even if its model type is registered by this package.
     """
     place = find_device(device)
-    try:
+    with _named_errors(folder), without_report():
         loader = AutoModelForCausalLM if not kwargs.get("trust_remote_code") else _remote_class(folder)
-        with without_report():
-            loaded: Any = loader.from_pretrained(
-                folder,
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported as an error below, with the name of the weight
-                **kwargs,
-            )
-    except MODEL_CONFIG_ERRORS as error:
-        raise LabError(_unreadable(str(folder), error)) from error
+        loaded: Any = loader.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported as an error below, with the name of the weight
+            **kwargs,
+        )
     model, report = loaded
     if missing := report["missing_keys"]:
         raise LabError(f"model: {folder} lacks {len(missing)} weights, such as {min(missing)}")
@@ -182,9 +175,14 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _unreadable(folder: str, error: Exception) -> str:
-    what = "could not be loaded" if Path(folder).is_dir() else "could not be loaded from the hub"
-    return f"model: {folder} {what}: {_first_line(error)}"
+@contextmanager
+def _named_errors(folder: str | Path) -> Iterator[None]:
+    """Convert errors of reading a model to a LabError that names its folder or its name on the hub."""
+    try:
+        yield
+    except MODEL_CONFIG_ERRORS as error:
+        what = "could not be loaded" if Path(folder).is_dir() else "could not be loaded from the hub"
+        raise LabError(f"model: {folder} {what}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
