@@ -53,7 +53,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/tasks/igsm/test_igsm.py": (
         "lab/tasks/igsm/random_choices.py",
         "lab/tasks/igsm/names.py",
-        "lab/tasks/igsm/polynomial.py",
         "lab/tasks/igsm/problem.py",
         "lab/tasks/igsm/quantities.py",
         "lab/tasks/igsm/writing.py",
