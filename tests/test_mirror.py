@@ -23,10 +23,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "benchmarks/test_parity.py": ("benchmarks/formulations.py",),
     "lab/analysis/test_curves.py": ("lab/analysis/accuracy.py",),
     "lab/analysis/test_panels.py": ("lab/analysis/colors.py",),
-    "lab/analysis/test_report.py": (
-        "lab/analysis/pages.py",
-        "lab/analysis/probe_curves.py",
-    ),
+    "lab/analysis/test_report.py": ("lab/analysis/pages.py",),
     "lab/check/test_stock_models.py": ("lab/check/check_page.py",),
     "lab/data/test_files.py": ("lab/core/atomic.py",),
     "lab/data/test_text.py": (
