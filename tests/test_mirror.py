@@ -64,6 +64,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/data/order.py",
         "lab/training/optimizer.py",
     ),
+    "lab/variants/test_mixing.py": ("lab/variants/fox_shift.py", "lab/variants/key_offset.py"),
     "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
     "lab/variants/test_variant.py": (
         "lab/variants/model_classes.py",
