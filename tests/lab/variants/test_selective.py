@@ -156,7 +156,7 @@ def test_memory_grows_with_the_context(axis: Any) -> None:
     assert abs((peaks[2] - peaks[1]) / (peaks[1] - peaks[0]) - 1) < 0.05
 
 
-def build(name: str, size: Any, **options: Any) -> Any:
+def build(name: str, size: Any) -> Any:
     made = with_variant(size, name)
     return build_model(describe(made, vocab_size=31, length=41), seed=0, variant=name)
 
