@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.seeds import generator_for
 
 
@@ -35,11 +36,15 @@ class ShuffledEpochs(Sampler[int]):
 
 
 class EndlessStream(IterableDataset):
-    """A dataset that repeats a stream of sequences, which must not be empty, endlessly and in the same order."""
+    """A dataset that repeats a stream of sequences endlessly, in the same order."""
 
     def __init__(self, sequences: Iterable[dict[str, Any]]) -> None:
         self._sequences = sequences
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
-            yield from self._sequences
+            sequence = None
+            for sequence in self._sequences:
+                yield sequence
+            if sequence is None:  # it would be read again and again without an end
+                raise LabError("data.corpus: the stream contains no sequence")
