@@ -124,7 +124,7 @@ def write_programs(model: Any, folder: Path, form: Format) -> None:
 
 
 def write_program(
-    module: nn.Module, inputs: dict[str, Any], shapes: dict[str, Any], path: Path, *, simplify: bool = True
+    module: Any, inputs: dict[str, Any], shapes: dict[str, Any], path: Path, *, simplify: bool = True
 ) -> None:
     """Trace a module that takes and returns named tensors, and write it in the format of the path's suffix.
 
