@@ -60,10 +60,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/training/test_twin_runs.py": ("lab/compare/samples.py",),
     "lab/training/test_task_training.py": ("lab/training/task_trainer.py",),
     "lab/training/test_train.py": ("lab/core/environment.py",),
-    "lab/training/test_trainer.py": (
-        "lab/data/order.py",
-        "lab/training/optimizer.py",
-    ),
+    "lab/training/test_trainer.py": ("lab/training/optimizer.py",),
     "lab/variants/test_mixing.py": ("lab/variants/fox_shift.py", "lab/variants/key_offset.py"),
     "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
     "lab/variants/test_variant.py": (

@@ -31,7 +31,7 @@ from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 from kvshift.serving import serve as command
 from kvshift.serving import vllm_command
-from kvshift.serving.serve import ServeOptions, vllm_arguments, with_plugin
+from kvshift.serving.serve import with_plugin
 
 from ..lab.generation_cases import TEXT, save_model, tokenizer
 
@@ -145,13 +145,6 @@ def test_a_run_that_has_not_ended_is_served_with_its_tokenizer(
     said = capsys.readouterr().err
     assert said.startswith(f"kvshift serve: {run} has no final model yet: using checkpoint-20\n")
     assert said.endswith("--port=1\n")
-
-
-def test_options_of_the_user_stand_behind_ours() -> None:
-    """If an option is given twice, vLLM takes the last value."""
-    options = ServeOptions(checkpoint="run", vllm_options=("--served-model-name", "mine"))
-    ours = ["--tokenizer=run/tokenizer", "--served-model-name=run"]
-    assert vllm_arguments(options, "run/model", "run/tokenizer") == ["serve", "run/model", *ours, *options.vllm_options]
 
 
 def test_the_llama_of_a_vanilla_run_is_served_too(served: Served, run: Path) -> None:

@@ -144,7 +144,7 @@ def difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tup
 
 
 @contextmanager
-def with_progress() -> Iterator[dict[str, list[int]]]:
+def counted_traffic() -> Iterator[dict[str, list[int]]]:
     """Count the bytes that the shift sends to each rank in forward, and the bytes that attention gathers."""
     traffic: dict[str, list[int]] = {"sent": [], "gathered": []}
     exchange, gather = functional.all_to_all_single_autograd, context_parallel.flex_cp_allgather
@@ -183,7 +183,7 @@ def run(folder: Path, model: str, given: dict[str, Any], sabotage: Sequence[Sabo
         else:
             saved = torch.load(kept, weights_only=True)
             give_weights(trainer, saved["state"])
-            with nullcontext({}) if given.get("compile_model") else with_progress() as traffic:
+            with nullcontext({}) if given.get("compile_model") else counted_traffic() as traffic:
                 gradients = step(trainer)
             found["right"] = difference(gradients, saved["gradients"])
             found["traffic"] = [None] * dist.get_world_size()

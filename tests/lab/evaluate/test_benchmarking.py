@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from kvshift.cli import main
 from kvshift.lab.core.errors import FolderInUseError, LabError, install_command
 from kvshift.lab.evaluate import benchmarking
 from kvshift.lab.evaluate.answer_cache import open_answer_cache
@@ -34,7 +31,7 @@ from kvshift.lab.variants.by_name import find_variant
 from kvshift.lab.variants.variant import ModelVariant
 
 from ..generation_cases import SHAPE, save_model, tokenizer
-from .benchmark_cases import SHARED, Scripted, needs_shared, write_benchmarks
+from .benchmark_cases import Scripted, write_benchmarks
 
 LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions get half of these tokens
 
@@ -104,19 +101,6 @@ def test_lm_eval_has_the_same_numbers_of_the_same_folder(model, mini, request, m
         for other in set(ours) & {"acc", "acc_norm", "acc_bytes"}:
             assert theirs[f"{other},none"] == ours[other]
     assert results["lambada"]["perplexity,none"] == pytest.approx(found["lambada"]["perplexity"], rel=1e-5)
-
-
-@pytest.mark.shared
-@needs_shared
-@pytest.mark.parametrize("name", ["lambada", "hellaswag", "mmlu"])
-def test_real_questions_from_end_to_end(name, shifted, tmp_path, capsys):
-    output = tmp_path / "eval.json"
-    arguments = ["eval", str(shifted), "--tasks", name, "--data", str(SHARED), "--limit", "3", "--output", str(output)]
-    assert main(arguments) == 0
-    found = json.loads(output.read_text())["models"][0]["tasks"][name]
-    assert found["items"] == 3
-    assert 0 <= found["score"] <= 1
-    assert capsys.readouterr().out.splitlines()[1].startswith(f"{name}  ")
 
 
 # Batches
@@ -230,24 +214,6 @@ def test_a_file_of_answers_that_is_none_or_in_use(shifted, mini, tmp_path):
         evaluated(shifted, mini, tmp_path / "eval.json")
 
 
-@pytest.mark.slow
-def test_kill_9(shifted, plain, mini, tmp_path):
-    expected = evaluated(shifted, mini, None, plain, tasks=("math", "mmlu"))
-    output, answers = tmp_path / "eval.json", tmp_path / "eval.answers.jsonl"
-    command = [sys.executable, "-m", "kvshift", "eval", str(shifted), "--against", str(plain), "--batch-size", "1"]
-    command += ["--tasks", "math", "mmlu", "--data", str(mini), "--output", str(output)]
-    process = subprocess.Popen(command)
-    while not (answers.exists() and answers.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not output.exists()
-    subprocess.run(command, check=True)
-    found = json.loads(output.read_text())
-    assert found["models"] == expected["models"]
-
-
 # Every model that the lab knows
 
 
@@ -305,26 +271,14 @@ def test_prompts_that_are_too_long_are_said(model_folder, mini, capsys):
     [
         ({"tasks": ("mmul",)}, r"tasks: there is no 'mmul'; did you mean mmlu\?"),
         ({"data": "/absent"}, "data must be a folder or hub; there is no folder /absent"),
-        ({"texts": ("held_out.txt",)}, r"FILE and --tasks cannot be combined, got FILE held_out\.txt"),
-        ({"repetition": True}, "--repetition and --tasks cannot be combined"),
-        ({"limit": 0}, "limit must be 1 or more, or None, got 0"),
-        ({"stride": 7}, "stride has no effect with tasks: leave it out"),
-        ({"begin": "yes"}, "begin has no effect with tasks: leave it out"),
-        ({"temperature": 0.5}, "temperature has no effect with tasks: leave it out"),
+        ({"against": ("/absent",)}, r"model: there is no folder /absent"),
     ],
     ids=str,
 )
-def test_what_is_refused(options, message, shifted, mini, monkeypatch):
-    """Options are refused before a model is loaded."""
+def test_what_is_refused_before_a_model_is_loaded(options, message, shifted, mini, monkeypatch):
     monkeypatch.setattr(benchmarking, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
     with pytest.raises(LabError, match=message):
-        evaluated(shifted, mini, **options) if "data" not in options else evaluated(shifted, Path(options["data"]))
-
-
-def test_a_second_model_that_is_not_there(shifted, mini, monkeypatch):
-    monkeypatch.setattr(benchmarking, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
-    with pytest.raises(LabError, match=r"model: there is no folder /absent"):
-        evaluated(shifted, mini, None, Path("/absent"))
+        evaluate(EvalConfig(**{"model": str(shifted), "data": str(mini), "tasks": ("hellaswag",)} | options))
 
 
 def test_what_a_model_is_not_made_for(shifted, model_folder, mini, tmp_path):

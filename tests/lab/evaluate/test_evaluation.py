@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import random
@@ -29,22 +28,7 @@ from kvshift.lab.training.trainer import summarize
 
 from ..generation_cases import tokenizer
 
-WORDS = [
-    "to",
-    "be",
-    "or",
-    "not",
-    "that is",
-    "the question",
-    "whether",
-    "nobler",
-    "in",
-    "naïve",
-    "café",
-    "—",
-    "東京",
-    "🙂",
-]
+WORDS = ["to", "be", "not", "that is", "the question", "whether", "nobler", "in", "naïve", "café", "—", "東京", "🙂"]
 
 
 def write_documents(path: Path, count: int = 13, longest: int = 30) -> list[str]:
@@ -170,28 +154,15 @@ def test_a_token_that_the_tokenizer_puts_before_a_text(model_folder, documents, 
     assert without["tokens"] == found["tokens"] - len(documents)
 
 
-def test_every_format_gives_the_same(model_folder, documents, tmp_path):
+def test_several_files_are_one_text_in_the_column_that_is_given(model_folder, documents, tmp_path):
     whole = evaluated(model_folder, tmp_path)["models"][0]
-    lines = (tmp_path / "held_out.jsonl").read_bytes()
-    (tmp_path / "held_out.jsonl.gz").write_bytes(gzip.compress(lines))
-    pq.write_table(pa.table({"body": documents}), tmp_path / "held_out.parquet")
-    (tmp_path / "folder").mkdir()
-    for number, text in enumerate([*documents, " \n"]):
-        (tmp_path / "folder" / f"{number:02}.txt").write_text(text, encoding="utf-8")
-    for text, options in (
-        ("held_out.jsonl.gz", {}),
-        ("held_out.parquet", {"text_column": "body"}),
-        ("folder", {}),
-        ("folder/*.txt", {}),
-    ):
-        found = evaluated(model_folder, tmp_path, texts=(str(tmp_path / text),), **options)
-        assert found["models"][0] == whole
-        assert found["text"]["documents"] == len(documents)
-        assert found["text"]["bytes"] == sum(len(text.encode()) for text in documents)
-    halves = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for path, part in zip(halves, (lines.splitlines(True)[:5], lines.splitlines(True)[5:]), strict=True):
-        path.write_bytes(b"".join(part))
-    assert evaluated(model_folder, tmp_path, texts=tuple(map(str, halves)))["models"][0] == whole
+    halves = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]
+    halves[0].write_text("".join(json.dumps({"body": text}) + "\n" for text in [*documents[:5], " \n"]))
+    pq.write_table(pa.table({"body": documents[5:]}), halves[1])
+    found = evaluated(model_folder, tmp_path, texts=tuple(map(str, halves)), text_column="body")
+    assert found["models"][0] == whole
+    assert found["text"]["documents"] == len(documents)
+    assert found["text"]["bytes"] == sum(len(text.encode()) for text in documents)
 
 
 def test_paired_differences(model_folder, llama_folder, documents, tmp_path):
@@ -304,25 +275,51 @@ def test_memory_does_not_grow_with_the_text(form, model_folder, tmp_path, monkey
     assert peaks[1] < 1.03 * peaks[0]
 
 
+REPETITION: dict[str, Any] = {"texts": ("held_out.txt",), "repetition": True}
+TASKS: dict[str, Any] = {"texts": (), "tasks": ("mmlu",)}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"texts": ()}, r"FILE is missing: give a text to evaluate on \(kvshift eval MODEL FILE"),
         ({"window": 1}, "window must be 2 or more, or None, got 1"),
-        ({"window": 65}, r"window must be at most 64, the longest context of .*model, got 65"),
-        ({"window": 9, "stride": 10}, r"stride must be at most window \(9\), so that no text is skipped .*; got 10"),
         ({"stride": 0}, "stride must be 1 or more, or None, got 0"),
         ({"batch_size": 0}, "batch_size must be 1 or more, got 0"),
-        ({"texts": ("absent.txt",)}, r"texts: 'absent.txt' is neither a bundled corpus"),
         ({"output": Path("absent/eval.json")}, "output must be a file in a folder that exists"),
+        ({"prompt_tokens": 5}, "prompt_tokens has no effect on a text: leave it out"),
+        (REPETITION | {"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
+        (REPETITION | {"temperature": 0.0}, r"temperature must be more than 0, got 0\.0"),
+        (REPETITION | {"repetition_penalty": 0.0}, r"repetition_penalty must be more than 0, got 0\.0"),
+        (REPETITION | {"stride": 7}, "stride has no effect with repetition: leave it out"),
+        (REPETITION | {"data": "hub"}, "data has no effect with repetition: leave it out"),
+        (TASKS | {"texts": ("held_out.txt",)}, r"FILE and --tasks cannot be combined, got FILE held_out\.txt"),
+        (TASKS | {"repetition": True}, "--repetition and --tasks cannot be combined"),
+        (TASKS | {"limit": 0}, "limit must be 1 or more, or None, got 0"),
+        (TASKS | {"stride": 7}, "stride has no effect with tasks: leave it out"),
+        (TASKS | {"begin": "yes"}, "begin has no effect with tasks: leave it out"),
+        (TASKS | {"temperature": 0.5}, "temperature has no effect with tasks: leave it out"),
+    ],
+    ids=str,
+)
+def test_options_that_are_refused(options, message):
+    with pytest.raises(LabError, match=message):
+        evaluate(EvalConfig(**{"model": "anywhere", "texts": ("held_out.txt",)} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 65}, r"window must be at most 64, the longest context of .*model, got 65"),
+        ({"window": 9, "stride": 10}, r"stride must be at most window \(9\), so that no text is skipped .*; got 10"),
+        ({"texts": ("absent.txt",)}, r"texts: 'absent.txt' is neither a bundled corpus"),
         ({"against": ("./absent",)}, r"model: there is no folder \./absent"),
         ({"device": "gpu"}, "device must be auto, cpu, or an accelerator of this machine; got 'gpu'"),
         ({"split": "test"}, r"split is only for hub datasets, got 'test'"),
     ],
     ids=str,
 )
-def test_what_is_refused(options, message, model_folder, documents, tmp_path, monkeypatch):
-    """Options are refused before a model is loaded."""
+def test_what_is_refused_before_a_model_is_loaded(options, message, model_folder, documents, tmp_path, monkeypatch):
     monkeypatch.setattr(text_scores, "load_weights", lambda *args, **kwargs: pytest.fail("too late"))
     with pytest.raises(LabError, match=message):
         evaluate(EvalConfig(**{"model": str(model_folder), "texts": (str(tmp_path / "held_out.jsonl"),)} | options))

@@ -72,12 +72,6 @@ def test_loops_by_hand(text, expected):
     assert loop_length(letters(text)) == expected
 
 
-def test_other_loops():
-    assert loop_length(letters("xabab"), times=2) == 2
-    assert loop_length(letters("baaa"), shortest=1) == 1
-    assert loop_length(letters("ababab"), shortest=3) is None
-
-
 def test_distinct_by_hand():
     texts = [letters("abab"), letters("abc"), letters("b")]
     assert distinct(texts, 1).mean == 3 / 8  # distinct: a b c, of eight tokens
@@ -254,14 +248,14 @@ def test_a_stopped_command_continues_the_rest_alone(model_folder, llama_folder, 
     made = 0
     most = None
 
-    def with_progress(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def stopping(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal made
         if made == most:
             raise StoppedError
         made += 1
         return continue_rows(*args, **kwargs)
 
-    monkeypatch.setattr(continuations, "continue_rows", with_progress)
+    monkeypatch.setattr(continuations, "continue_rows", stopping)
     output, kept = text.with_name("repetition.json"), text.with_name("repetition.answers.jsonl")
     options = {"batch_size": 3, "max_new_tokens": 4, "limit": 5}
     found = []
@@ -286,29 +280,11 @@ def test_a_stopped_command_continues_the_rest_alone(model_folder, llama_folder, 
         measured(model_folder, text, llama_folder, **options, seed=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"texts": ()}, "FILE is missing: give a text to evaluate on"),
-        (
-            {"prompt_tokens": 48},
-            r"prompt_tokens \+ max_new_tokens must be at most 64, the longest context of .*, got 48 \+ 17",
-        ),
-        ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
-        ({"temperature": 0.0}, r"temperature must be more than 0, got 0\.0"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty must be more than 0, got 0\.0"),
-        ({"stride": 7}, "stride has no effect with repetition: leave it out"),
-        ({"data": "hub"}, "data has no effect with repetition: leave it out"),
-        ({"repetition": False}, "prompt_tokens has no effect on a text: leave it out"),
-    ],
-    ids=str,
-)
-def test_what_is_refused(options, message, model_folder, text, monkeypatch):
-    """Options are refused before a model is loaded."""
+def test_what_is_longer_than_the_context_is_refused_before_a_model_is_loaded(model_folder, text, monkeypatch):
     monkeypatch.setattr(continuations, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
-    given = {"model": str(model_folder), "texts": (str(text),), "repetition": True, **PROMPTS, **options}
+    message = r"prompt_tokens \+ max_new_tokens must be at most 64, the longest context of .*, got 48 \+ 17"
     with pytest.raises(LabError, match=message):
-        evaluate(EvalConfig(**given))
+        measured(model_folder, text, prompt_tokens=48)
 
 
 def test_a_beginning_of_text_token_takes_a_place(model_folder, text):

@@ -82,6 +82,8 @@ def test_the_explanation_needs_its_two_models(tmp_path: Path, capsys: pytest.Cap
 def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "models must be one or two" in refused(capsys, tmp_path, "a", "b", "c")
     assert "port must be between" in refused(capsys, tmp_path, "a", "--port", "70000")
+    assert "port has no effect without open" in refused(capsys, tmp_path, "a", "--port", "8000")
+    assert "text has no effect without models" in refused(capsys, tmp_path, "--open", "--text", "to be")
     assert "give one or two, or --open with the folder of an existing page" in refused(capsys, tmp_path, "--open")
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "mine").touch()

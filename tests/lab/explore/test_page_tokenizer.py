@@ -109,40 +109,29 @@ def test_two_hundred_strings(name: str, tmp_path: Path):
         assert "".join(texts[7]) == "I'⟨c5⟩⟨bf⟩"  # two tokens hold the bytes of one character
 
 
+def split_by(pattern: Any, behavior: str) -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior), pre_tokenizers.ByteLevel()])
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda t: setattr(t, "normalizer", normalizers.Lowercase()), "the normalizer Lowercase"),
-        (lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Metaspace()), "the pre-tokenizer Metaspace"),
-        (lambda t: setattr(t, "pre_tokenizer", None), "a BPE that is not byte-level"),
-        (lambda t: setattr(t, "model", models.Unigram([("a", 0.0)])), "a model of the type Unigram"),
-        (
-            lambda t: setattr(
-                t,
-                "pre_tokenizer",
-                pre_tokenizers.Sequence(
-                    [pre_tokenizers.Split(Regex(r"\p{L}++"), "isolated"), pre_tokenizers.ByteLevel()]
-                ),
-            ),
-            "which JavaScript interprets differently",
-        ),
-        (
-            lambda t: setattr(
-                t,
-                "pre_tokenizer",
-                pre_tokenizers.Sequence(
-                    [pre_tokenizers.Split(" ", "merged_with_next"), pre_tokenizers.ByteLevel()]
-                ),
-            ),
-            "a split of behavior MergedWithNext",
-        ),
-        (lambda t: t.add_tokens([AddedToken("x", single_word=True)]), "the added token 'x'"),
+        ({"normalizer": normalizers.Lowercase()}, "the normalizer Lowercase"),
+        ({"pre_tokenizer": pre_tokenizers.Metaspace()}, "the pre-tokenizer Metaspace"),
+        ({"pre_tokenizer": None}, "a BPE that is not byte-level"),
+        ({"model": models.Unigram([("a", 0.0)])}, "a model of the type Unigram"),
+        ({"pre_tokenizer": split_by(Regex(r"\p{L}++"), "isolated")}, "which JavaScript interprets differently"),
+        ({"pre_tokenizer": split_by(" ", "merged_with_next")}, "a split of behavior MergedWithNext"),
+        ({}, "the added token 'x'"),
     ],
     ids=["normalizer", "pre-tokenizer", "no bytes", "unigram", "possessive", "merged", "single word"],
-)  # fmt: skip
-def test_what_the_page_cannot_compute_is_named(change: Any, named: str):
+)
+def test_what_the_page_cannot_compute_is_named(change: dict[str, Any], named: str):
     tokenizer = byte_level()
-    change(tokenizer.backend_tokenizer)
+    for part, value in change.items():
+        setattr(tokenizer.backend_tokenizer, part, value)
+    if not change:
+        tokenizer.backend_tokenizer.add_tokens([AddedToken("x", single_word=True)])
     with pytest.raises(LabError, match="tokenizer: the one of runs/mine has ") as raised:
         tokenizer_json(tokenizer, "runs/mine")
     assert named in str(raised.value)

@@ -36,9 +36,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 
 
-def tiny(**options: Any) -> KVShiftLlamaForCausalLM:
+def tiny(checkpointing: bool = False, **options: Any) -> KVShiftLlamaForCausalLM:
     torch.manual_seed(0)
     model = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**{**TINY, **options}))
+    if checkpointing:
+        recompute_activations(model)
     return model.train()
 
 
@@ -73,10 +75,8 @@ def test_parameters_of_the_papers_sizes(name: str) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_flops_are_those_that_torch_counts(options: dict[str, Any], checkpointing: bool) -> None:
     """The numbers are exactly equal. Torch counts matrix products, including those of eager attention, for all keys."""
-    model = tiny(**options)
+    model = tiny(checkpointing, **options)
     model.set_attn_implementation("eager")
-    if checkpointing:
-        recompute_activations(model)
     with FlopCounterMode(display=False) as rotary:  # transformers 5.16 multiplies positions and frequencies as matrices
         model.model.rotary_emb(torch.zeros(1), torch.arange(TOKENS).unsqueeze(0))
     with FlopCounterMode(display=False) as counter:
@@ -123,9 +123,7 @@ def test_activations_are_those_that_autograd_keeps(
     options: dict[str, Any], precision: Any, checkpointing: bool
 ) -> None:
     """They agree within 1 %. The difference of two batch sizes cancels the copies of weights."""
-    model = tiny(**options)
-    if checkpointing:
-        recompute_activations(model)
+    model = tiny(checkpointing, **options)
     measured = kept_bytes(model, 9, precision) - kept_bytes(model, 2, precision)
     few, many = (
         training_memory(
@@ -174,9 +172,7 @@ BUSIEST = {
 def test_busiest_moment_of_a_step(busy: tuple[dict[str, Any], int, float], precision: Any, checkpointing: bool) -> None:
     """The largest is the logits, a layer, or the weights and autocast's copies of them."""
     shape, rows, tolerance = busy
-    model = tiny(**shape)
-    if checkpointing:
-        recompute_activations(model)
+    model = tiny(checkpointing, **shape)
     expected = training_memory(
         model.config,
         rows=rows,

@@ -47,12 +47,6 @@ def test_options_that_are_no_shape_go_for_every_size() -> None:
     assert [row.parameters for row in rows] == expected
 
 
-def test_one_size() -> None:
-    (row,) = estimate(PlanConfig(model=ModelConfig(size="1.5B"), data=PlanData(sequence_length=4096)))
-    assert (row.model, row.sequence_length) == ("1.5B", 4096)
-    assert row.flops_per_token == training_flops(size_config("1.5B"), 4096)
-
-
 def test_configuration_from_a_file(tmp_path: Path) -> None:
     config = KVShiftLlamaConfig(**{**SIZES["0.2B"], "num_hidden_layers": 5})
     config.save_pretrained(tmp_path)
@@ -71,13 +65,6 @@ def test_the_parameters_of_a_run(finished: Path, corpus: Path) -> None:
         spare = 2 * 24 * (1024 - vocabulary) if config is not from_file else 0  # the run's tokenizer is smaller
         assert row.parameters.total - spare == result["parameters"]
         assert row.parameters.shift == result["shift_parameters"]
-
-
-def test_what_train_would_take_where_nothing_is_said() -> None:
-    (row,) = estimate(PlanConfig(model=ModelConfig(hidden_size=128)))
-    expected = llama_config(ModelConfig(hidden_size=128), vocab_size=1024, sequence_length=256)
-    assert row.parameters == count_parameters(expected)
-    assert row.sequence_length == 256
 
 
 @pytest.mark.parametrize("size", [None, *SIZES])

@@ -111,22 +111,20 @@ def other_fields(**fields: Any) -> Callable[[Path], None]:
     return change
 
 
-def short_coefficients(folder: Path) -> None:
-    """Leave coefficients of window 2 where the configuration has window 3."""
-    retrofit(RetrofitOptions(model=str(folder), out=folder.with_name("shifted"), shift_window=3))
+def with_shift(folder: Path, window: int = 2) -> None:
+    retrofit(RetrofitOptions(model=str(folder), out=folder.with_name("shifted"), shift_window=window))
     shutil.rmtree(folder)
     folder.with_name("shifted").rename(folder)
+
+
+def short_coefficients(folder: Path) -> None:
+    """Leave coefficients of window 2 where the configuration has window 3."""
+    with_shift(folder, window=3)
     shard = folder / "model.safetensors"
     weights = load_file(shard)
     save_file(
         {name: x[:, :2].clone() if ".shift." in name else x for name, x in weights.items()}, shard, {"format": "pt"}
     )
-
-
-def with_shift(folder: Path) -> None:
-    retrofit(RetrofitOptions(model=str(folder), out=folder.with_name("shifted")))
-    shutil.rmtree(folder)
-    folder.with_name("shifted").rename(folder)
 
 
 SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -148,14 +146,6 @@ def test_bad_models_are_named_and_nothing_is_left(spoil: Callable, message: str,
         retrofit(RetrofitOptions(model=str(folder), out=out))
     assert raised.value.exit_code == 2
     assert not out.parent.exists()
-
-
-def test_a_gguf_file_is_no_folder(tmp_path: Path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(LabError, match="is a file; expected a run folder, a model folder or a name on the hub"):
-        retrofit(RetrofitOptions(model=str(file), out=tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_holds_something_stays(qwen2: Path, tmp_path: Path):

@@ -166,12 +166,3 @@ def test_compiled_model_learns_the_same(corpus, tmp_path):
     torch.testing.assert_close(losses(compiled), losses(plain), rtol=1e-5, atol=0)
     assert result(compiled)["eval_loss"] == pytest.approx(result(plain)["eval_loss"], rel=1e-5)
     assert weights(compiled).keys() == weights(plain).keys()
-
-
-def test_every_epoch_has_an_order_of_its_own():
-    order = list(ShuffledEpochs(sequences=7, count=17, seed=3))
-    assert sorted(order[:7]) == sorted(order[7:14]) == list(range(7))
-    assert order[:7] != order[7:14]
-    assert set(order[14:]) < set(range(7))
-    assert list(ShuffledEpochs(sequences=7, count=11, seed=3)) == order[:11]
-    assert list(ShuffledEpochs(sequences=7, count=17, seed=4)) != order

@@ -86,27 +86,15 @@ class ShiftedAdapter(ArchitectureAdapter):
         )
 
 
-class KVShiftLlamaAdapter(ShiftedAdapter, LlamaArchitectureAdapter):
-    """Adapter for Llama with KV shift."""
-
-
-class KVShiftMistralAdapter(ShiftedAdapter, MistralArchitectureAdapter):
-    """Adapter for Mistral with KV shift."""
-
-
-class KVShiftQwen2Adapter(ShiftedAdapter, Qwen2ArchitectureAdapter):
-    """Adapter for Qwen2 with KV shift."""
-
-
-class KVShiftQwen3Adapter(ShiftedAdapter, Qwen3ArchitectureAdapter):
-    """Adapter for Qwen3 with KV shift."""
-
-
+_STOCK = {
+    "Llama": LlamaArchitectureAdapter,
+    "Mistral": MistralArchitectureAdapter,
+    "Qwen2": Qwen2ArchitectureAdapter,
+    "Qwen3": Qwen3ArchitectureAdapter,
+}
 ADAPTERS: dict[str, type[ShiftedAdapter]] = {
-    "KVShiftLlamaForCausalLM": KVShiftLlamaAdapter,
-    "KVShiftMistralForCausalLM": KVShiftMistralAdapter,
-    "KVShiftQwen2ForCausalLM": KVShiftQwen2Adapter,
-    "KVShiftQwen3ForCausalLM": KVShiftQwen3Adapter,
+    f"KVShift{family}ForCausalLM": type(f"KVShift{family}Adapter", (ShiftedAdapter, stock), {})
+    for family, stock in _STOCK.items()
 }
 """Adapters by name of the model's class."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from kvshift.lab.check.check_config import CheckConfig
 from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import CheckFailedError, LabError, nearest
-from kvshift.lab.core.messages import say
+from kvshift.lab.core.messages import quiet, say
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate, model_folder
 from kvshift.lab.variants.model_config import DType
 from kvshift.models.check import PROPERTIES, Report, check_model
+
+_say = partial(say, command="check")
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -43,7 +46,7 @@ def check(config: CheckConfig) -> None:
             length=config.length,
             dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
             seed=config.seed,
-            say=lambda verdict: say(f"{verdict.property}: {verdict.verdict}", command="check"),
+            say=lambda verdict: _say(f"{verdict.property}: {verdict.verdict}"),
         )
     except (TypeError, ValueError) as error:
         raise LabError(str(error)) from error
@@ -86,7 +89,7 @@ def _load(config: CheckConfig) -> tuple[Any, Any, list[str]]:
         require_on_hub(config.model, "model")
         folder = config.model
     else:
-        folder = str(model_folder(config.model, say))
+        folder = str(model_folder(config.model, _say))
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
@@ -102,7 +105,7 @@ def _load(config: CheckConfig) -> tuple[Any, Any, list[str]]:
     elif config.dtype == "float64":
         model = model.double()
     try:
-        _, where = locate(config.model, say)
+        _, where = locate(config.model, quiet)
     except LabError:  # no tokenizer: the configuration has the special tokens
         return model, None, notes
     return model, load_tokenizer(where), notes

@@ -192,33 +192,27 @@ def is_known(name: str) -> bool:
     return _model_type(name) in CONFIG_MAPPING
 
 
-def build_stock(name: str, seed: int = 0) -> PreTrainedModel:
+def build_stock(name: str) -> PreTrainedModel:
     """Return the tiny model of a name in `STOCK`, in evaluation mode, with random weights.
 
     "gpt2 with shift" is a retrofitted model, with coefficients drawn from U(0, 1). The text behind a comma in a name
     only distinguishes configurations of the same type.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(_model_type(name), **STOCK[name]))
         if name.endswith("with shift"):
             add_kv_shift(model, ShiftOptions(init="uniform"))
     return model.eval()
 
 
-def measure(names: list[str]) -> list[dict[str, Any]]:
-    """Return a row for each model: the report and the environment in which it was made."""
+def main() -> None:
+    """Check all known models, and write a row for each: the report and the environment in which it was made."""
     rows = []
-    for name in names:
+    for name in filter(is_known, STOCK):
         report = check_model(build_stock(name))
         say(f"{name}: {len(report.wrong)} of {len(report.verdicts)} wrong", command="check")
         rows.append({"name": name, "config": STOCK[name], **report_with_environment(report, torch.device("cpu"))})
-    return rows
-
-
-def main() -> None:
-    """Check all known models and write the rows."""
-    rows = measure([name for name in STOCK if is_known(name)])
     write_lines(_RESULTS, rows, ensure_ascii=True)
 
 

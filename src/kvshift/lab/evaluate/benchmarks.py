@@ -19,8 +19,8 @@ choice is scored. If a prompt is too long for a model, whole examples are droppe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.resources import files
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -72,8 +72,8 @@ class Benchmark:
     header: Callable[[str], str] = lambda subject: ""
 
 
-def _plain(item: Item) -> FormattedQuestion:
-    return FormattedQuestion(item.question, item.answers, item.gold)
+def _plain(item: Item, begin: str = "", end: str = "") -> FormattedQuestion:
+    return FormattedQuestion(begin + item.question + end, item.answers, item.gold)
 
 
 def _letters(item: Item, begin: str = "", end: str = "\nAnswer:") -> FormattedQuestion:
@@ -82,32 +82,12 @@ def _letters(item: Item, begin: str = "", end: str = "\nAnswer:") -> FormattedQu
     return FormattedQuestion(begin + item.question + "".join(lines) + end, tuple(letters), item.gold)
 
 
-def _question_letters(item: Item) -> FormattedQuestion:
-    return _letters(item, "Question: ")
-
-
-def _chinese_letters(item: Item) -> FormattedQuestion:
-    return _letters(item, "题目：", "\n答案是：")
-
-
 def _gap_letters(item: Item) -> FormattedQuestion:
     """Format the sentence with a gap, and as choices the words in which the two beginnings differ."""
     one, other = (answer.split(" ") for answer in item.answers)
     same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)) - 1)
     fills = (" ".join(one[same:]), " ".join(other[same:]))
     return _letters(Item(" ".join([*one[:same], "_", item.question]), fills, item.gold))
-
-
-def _text(item: Item) -> FormattedQuestion:
-    return FormattedQuestion(f"{item.question}\nAnswer:", item.answers, item.gold)
-
-
-def _question_text(item: Item) -> FormattedQuestion:
-    return FormattedQuestion(f"Question: {item.question}\nAnswer:", item.answers, item.gold)
-
-
-def _problem(item: Item) -> FormattedQuestion:
-    return FormattedQuestion(f"Problem:\n{item.question}\n\nSolution:", item.answers, item.gold)
 
 
 def _header(subject: str) -> str:
@@ -130,24 +110,38 @@ def _chinese_name(subject: str) -> str:
 
 _MMLU = Benchmark(source="mmlu", kind="choice", format_question=_letters, header=_header)
 _CMMLU = Benchmark(
-    source="cmmlu", kind="choice", format_question=_chinese_letters, delimiter="", header=_chinese_header
+    source="cmmlu",
+    kind="choice",
+    format_question=partial(_letters, begin="题目：", end="\n答案是："),
+    delimiter="",
+    header=_chinese_header,
 )
+_ARC_LETTERS = partial(_letters, begin="Question: ")
+_ARC_TEXT = partial(_plain, begin="Question: ", end="\nAnswer:")
 
 BENCHMARKS = {
     "lambada": Benchmark(source="lambada", kind="word", format_question=_plain),
     "winogrande": Benchmark(source="winogrande", kind="beginning", format_question=_plain),
     "winogrande_letters": Benchmark(source="winogrande", kind="choice", format_question=_gap_letters),
     "hellaswag": Benchmark(source="hellaswag", kind="choice", format_question=_plain),
-    "arc_easy": Benchmark(source="arc_easy", kind="choice", format_question=_question_letters, shots=5),
-    "arc_easy_text": Benchmark(source="arc_easy", kind="choice", format_question=_question_text),
-    "arc_challenge": Benchmark(source="arc_challenge", kind="choice", format_question=_question_letters, shots=5),
-    "arc_challenge_text": Benchmark(source="arc_challenge", kind="choice", format_question=_question_text),
-    "cmmlu": Benchmark(**{**vars(_CMMLU), "shots": 5}),
+    "arc_easy": Benchmark(source="arc_easy", kind="choice", format_question=_ARC_LETTERS, shots=5),
+    "arc_easy_text": Benchmark(source="arc_easy", kind="choice", format_question=_ARC_TEXT),
+    "arc_challenge": Benchmark(source="arc_challenge", kind="choice", format_question=_ARC_LETTERS, shots=5),
+    "arc_challenge_text": Benchmark(source="arc_challenge", kind="choice", format_question=_ARC_TEXT),
+    "cmmlu": replace(_CMMLU, shots=5),
     "cmmlu_zero": _CMMLU,
-    "mmlu": Benchmark(**{**vars(_MMLU), "shots": 5}),
+    "mmlu": replace(_MMLU, shots=5),
     "mmlu_zero": _MMLU,
-    "mmlu_cloze": Benchmark(source="mmlu", kind="choice", format_question=_text, metric="acc_norm"),
-    "math": Benchmark(source="math", kind="solution", format_question=_problem, shots=4, metric="exact_match"),
+    "mmlu_cloze": Benchmark(
+        source="mmlu", kind="choice", format_question=partial(_plain, end="\nAnswer:"), metric="acc_norm"
+    ),
+    "math": Benchmark(
+        source="math",
+        kind="solution",
+        format_question=partial(_plain, begin="Problem:\n", end="\n\nSolution:"),
+        shots=4,
+        metric="exact_match",
+    ),
 }
 PAPER = ("lambada", "winogrande", "hellaswag", "arc_easy", "arc_challenge", "cmmlu", "mmlu", "math")
 """The benchmarks of Table 2 of the paper; its average is their unweighted mean."""

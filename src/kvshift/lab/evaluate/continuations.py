@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +34,6 @@ _LENGTHS = (1, 2, 3, 4)  # n of rep-n and of distinct-n
 Texts = list[list[int]]  # tokens of continuations, in the order of the prompts
 
 
-class _Decoding(NamedTuple):
-    """A decoding strategy: its name and the options of `GenerationConfig` that select it."""
-
-    name: str
-    options: dict[str, Any]
-
-
 def measure(config: EvalConfig) -> dict[str, Any]:
     """Let each model continue prompts from the text, and return the report on their repetition.
 
@@ -59,9 +52,8 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     parts = _parts(models[0], config)
     before = [] if models[0].begin is None else [models[0].begin]
     prompts = [before + part[: config.prompt_tokens] for part in parts]
-    decodings = _decodings(config)
     with open_answer_cache(config.output) as cache:
-        written = [_continue(model, prompts, decodings, config, cache) for model in models]
+        written = [_continue(model, prompts, config, cache) for model in models]
     return {
         "text": {"names": list(config.texts), "prompts": len(prompts)},
         "itself": _measures([part[config.prompt_tokens :] for part in parts]),
@@ -124,31 +116,31 @@ def _cut(model: Model, config: EvalConfig, length: int) -> Iterator[list[int]]:
             waiting = []
 
 
-def _decodings(config: EvalConfig) -> list[_Decoding]:
+def _decodings(config: EvalConfig) -> dict[str, dict[str, Any]]:
+    """Return the options of `GenerationConfig` that select each decoding strategy, by its name."""
     sampled: dict[str, Any] = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
     sampling = f"sampled at temperature {config.temperature:g}"
     penalty = {"repetition_penalty": config.repetition_penalty}
-    return [
-        _Decoding("greedy", {"do_sample": False}),
-        _Decoding(f"greedy, penalty {config.repetition_penalty:g}", {"do_sample": False, **penalty}),
-        _Decoding(sampling, sampled),
-        _Decoding(f"{sampling}, penalty {config.repetition_penalty:g}", sampled | penalty),
-    ]
+    return {
+        "greedy": {"do_sample": False},
+        f"greedy, penalty {config.repetition_penalty:g}": {"do_sample": False, **penalty},
+        sampling: sampled,
+        f"{sampling}, penalty {config.repetition_penalty:g}": sampled | penalty,
+    }
 
 
-def _continue(
-    model: Model, prompts: list[list[int]], decodings: list[_Decoding], config: EvalConfig, cache: AnswerCache
-) -> dict[str, Texts]:
+def _continue(model: Model, prompts: list[list[int]], config: EvalConfig, cache: AnswerCache) -> dict[str, Texts]:
     loaded, tokenizer, source = load_model(model.folder, dtype=config.dtype, device=config.device, say=_say)
     ends = loaded.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
     stop = {} if ends == [None] else {"eos_token_id": ends, "pad_token_id": ends[0]}
     version = f"{weights_version(source, loaded)} {loaded.dtype}"
-    written: dict[str, Texts] = {name: [] for name, _ in decodings}
-    starts = [(decoding, start) for decoding in decodings for start in range(0, len(prompts), config.batch_size)]
-    for (name, options), start in with_progress(starts, model.name, "batches", shown=True):
+    decodings = _decodings(config)
+    written: dict[str, Texts] = {name: [] for name in decodings}
+    starts = [(name, start) for name in decodings for start in range(0, len(prompts), config.batch_size)]
+    for name, start in with_progress(starts, model.name, "batches", shown=True):
         batch, seed = prompts[start : start + config.batch_size], seed_for(f"repetition {name} {start}", config.seed)
-        settings = {**options, "max_new_tokens": config.max_new_tokens, "pad_token_id": 0, **stop}
+        settings = {**decodings[name], "max_new_tokens": config.max_new_tokens, "pad_token_id": 0, **stop}
         key = answer_key(version, batch, settings, seed)
         if key not in cache:
             tokens = continue_rows(loaded, list(map(torch.tensor, batch)), GenerationConfig(**settings), seed=seed)

@@ -54,16 +54,16 @@ def distinct_difference(ours: Sequence[Tokens], theirs: Sequence[Tokens], n: int
     return Estimate(our - their, _jackknife(our_without - their_without), len(ours))
 
 
-def loop_length(tokens: Tokens, *, times: int = LOOP_TIMES, shortest: int = 2) -> int | None:
-    """Return the length in tokens of the phrase that a text repeats `times` times at its end; None if there is none.
+def loop_length(tokens: Tokens) -> int | None:
+    """Return the length in tokens of the phrase that a text repeats three times at its end; None if there is none.
 
-    The phrase is the shortest one of at least `shortest` tokens; a single token repeated six times counts as a phrase
-    of two tokens, three times. Source: Holtzman et al. 2020, The curious case of neural text degeneration, who define
+    The phrase is the shortest one of at least two tokens; a single token repeated six times counts as a phrase of two
+    tokens, three times. Source: Holtzman et al. 2020, The curious case of neural text degeneration, who define
     "repetition" as such an ending: a phrase of at least two tokens, three times or more.
     """
-    for length in range(shortest, len(tokens) // times + 1):
-        end = list(tokens[len(tokens) - length * times :])
-        if end == end[:length] * times:
+    for length in range(2, len(tokens) // LOOP_TIMES + 1):
+        end = list(tokens[len(tokens) - length * LOOP_TIMES :])
+        if end == end[:length] * LOOP_TIMES:
             return length
     return None
 

@@ -198,11 +198,8 @@ def _numbers(model: Model, result: BlockSums) -> dict[str, Any]:
 
 def _difference(ours: Model, our: BlockSums, theirs: Model, their: BlockSums, *, same_tokens: bool) -> dict[str, Any]:
     """Return the first model minus the other, paired by block; losses per token only if the tokens are the same."""
-    with_progress = (our.sums[1] > 0) | (their.sums[1] > 0)
-    (our_losses, our_tokens, our_sizes), (losses, tokens, sizes) = (
-        our.sums[:, with_progress],
-        their.sums[:, with_progress],
-    )
+    scored = (our.sums[1] > 0) | (their.sums[1] > 0)
+    (our_losses, our_tokens, our_sizes), (losses, tokens, sizes) = our.sums[:, scored], their.sums[:, scored]
     found: dict[str, Any] = {"name": ours.name, "minus": theirs.name, "loss": None, "bits_per_byte": None}
     if same_tokens:
         found["loss"] = _paired(_block_values(our_losses, our_tokens) - _block_values(losses, tokens))

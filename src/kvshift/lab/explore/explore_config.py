@@ -39,6 +39,10 @@ class ExploreConfig:
         require_unicode(self.text or "", "text")
         if self.explain and len(self.models) != 2:
             raise LabError("explain needs two models, the first without shift and the second with it")
+        if self.text is not None and not self.models:
+            raise LabError("text has no effect without models: leave it out")
+        if self.port and not self.open:
+            raise LabError("port has no effect without open: leave it out")
 
     def check_paths(self) -> None:
         """Raise a LabError if `out` exists and is not an empty folder or, without models, if it contains no page."""

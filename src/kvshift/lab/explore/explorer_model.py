@@ -41,8 +41,8 @@ class ExplorerModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.shifts = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, KVShift)]
-        self.shifts = [(name, layer) for name, layer in self.shifts if layer.targets]
+        named = model.named_modules()
+        self.shifts = [(name, layer) for name, layer in named if isinstance(layer, KVShift) and layer.targets]
         for _, layer in self.shifts:
             _free(layer)
 

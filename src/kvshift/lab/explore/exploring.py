@@ -38,8 +38,6 @@ from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, sequen
 from kvshift.models.retrofit import FAMILIES
 from kvshift.models.retrofit.family import auto_class
 
-__all__ = ["ExploreConfig", "explore"]
-
 _say = partial(say, command="explore")
 
 MOST_TOKENS = 128

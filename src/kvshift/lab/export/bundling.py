@@ -8,15 +8,18 @@ prefixed with the name of their module.
 from __future__ import annotations
 
 import ast
-import importlib.util
+import inspect
 import re
 import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from graphlib import TopologicalSorter
-from pathlib import Path
+from importlib import import_module
+
+from kvshift.lab.export import portable
 
 PACKAGE = "kvshift"
 _INDENT = "    "
@@ -31,6 +34,7 @@ class _Statement:
     Attributes:
         names: Names that the statement defines; empty for an expression such as a registration.
         first, last: Its first and last line, counted from 1.
+        section, position: Module and line of the statement, or of the statement that it replaces.
     """
 
     module: _Module
@@ -38,6 +42,8 @@ class _Statement:
     names: tuple[str, ...]
     first: int
     last: int
+    section: str
+    position: int
 
     def used_names(self) -> Iterator[ast.Name]:
         """Yield every name in the statement, except in members that are left out."""
@@ -50,7 +56,7 @@ class _Statement:
         """Return the members of a class that are to be left out."""
         if not isinstance(self.node, ast.ClassDef):
             return []
-        unwanted = self.module.dropped.get(self.node.name, ())
+        unwanted = portable.DROPPED.get(self.node.name, ())
         found = [node for node in self.node.body if any(name in unwanted for name in _defined_names(node))]
         if len(found) != len(unwanted):
             raise LookupError(f"{self.module.name}.{self.node.name} does not have all of {', '.join(unwanted)}")
@@ -62,7 +68,6 @@ class _Module:
     """A parsed module: its statements, and the sources of the names that it imports."""
 
     name: str
-    dropped: Mapping[str, Sequence[str]]
     lines: list[str] = field(default_factory=list)
     defined: dict[str, _Statement] = field(default_factory=dict)
     statements: list[_Statement] = field(default_factory=list)
@@ -70,14 +75,10 @@ class _Module:
     outer: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        spec = importlib.util.find_spec(self.name)
-        if spec is None or spec.origin is None:
-            raise LookupError(f"there is no module {self.name}")
-        text = Path(spec.origin).read_text(encoding="utf-8")
+        text = inspect.getsource(import_module(self.name))
         self.lines = text.splitlines()
-        tree = ast.parse(text)
         previous: _Statement | None = None
-        for node in tree.body:
+        for node in ast.parse(text).body:
             if isinstance(node, ast.ImportFrom | ast.Import):
                 self._import(node)
             elif _is_docstring(node):
@@ -90,125 +91,102 @@ class _Module:
         for alias in node.names:
             name = alias.asname or alias.name
             if isinstance(node, ast.Import):
-                self.outer[name] = f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+                self.outer[name] = ast.unparse(ast.Import([alias]))
             elif (node.module or "").split(".")[0] == PACKAGE:
                 self.inner[name] = (str(node.module), alias.name)
             elif node.module != "__future__":
-                renamed = f" as {alias.asname}" if alias.asname else ""
-                self.outer[name] = f"from {node.module} import {alias.name}{renamed}"
+                self.outer[name] = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
 
     def _add(self, node: ast.stmt) -> _Statement:
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
         while first > 1 and self.lines[first - 2].startswith("#"):
             first -= 1
-        statement = _Statement(self, node, tuple(_defined_names(node)), first, node.end_lineno or node.lineno)
+        last, names = node.end_lineno or node.lineno, tuple(_defined_names(node))
+        statement = _Statement(self, node, names, first, last, section=self.name, position=first)
         self.statements.append(statement)
         self.defined |= dict.fromkeys(statement.names, statement)
         return statement
 
 
-class _Package:
-    """The modules that have been parsed so far, and the definitions to replace or to leave out."""
-
-    def __init__(
-        self, replaced: Mapping[str, str], replacement_module: str, dropped: Mapping[str, Sequence[str]]
-    ) -> None:
-        self.modules: dict[str, _Module] = {}
-        self.replaced, self.replacement_module, self.dropped = replaced, replacement_module, dropped
-
-    def module(self, name: str) -> _Module:
-        if name not in self.modules:
-            self.modules[name] = _Module(name, self.dropped)
-        return self.modules[name]
-
-    def find(self, module: str, name: str) -> _Statement:
-        """Return the statement that defines a name used in a module, following imports and replacements."""
-        here = self.module(module)
-        if self.replaced.get(name) == module:
-            if name not in here.defined:
-                raise LookupError(f"{self.replacement_module} replaces {module}.{name}, which no longer exists")
-            return self.module(self.replacement_module).defined[name]
-        if name in here.defined:
-            return here.defined[name]
-        if name not in here.inner:
-            raise LookupError(f"{module} has no {name}")
-        return self.find(*here.inner[name])
-
-    def source_location(self, statement: _Statement) -> tuple[_Module, int]:
-        """Return the module and first line of a statement, or of the statement that it replaces."""
-        if statement.module.name == self.replacement_module and statement.names[0] in self.replaced:
-            old = self.module(self.replaced[statement.names[0]])
-            return old, old.defined[statement.names[0]].first
-        return statement.module, statement.first
+@cache
+def _module(name: str) -> _Module:
+    """Return the parsed module. The replacements in `portable` get the places of the statements that they replace."""
+    found = _Module(name)
+    for replacement, module in portable.REPLACED.items() if name == portable.__name__ else ():
+        old = _module(module).defined.get(replacement)
+        if old is None:
+            raise LookupError(f"{name} replaces {module}.{replacement}, which no longer exists")
+        found.defined[replacement].section, found.defined[replacement].position = module, old.first
+    return found
 
 
-def bundle(
-    roots: Sequence[tuple[str, str]],
-    *,
-    replaced: Mapping[str, str],
-    replacement_module: str,
-    dropped: Mapping[str, Sequence[str]],
-    values: Mapping[tuple[str, str], str],
-) -> str:
+def _find(module: str, name: str) -> _Statement:
+    """Return the statement that defines a name used in a module, following imports and replacements."""
+    if portable.REPLACED.get(name) == module:
+        return _module(portable.__name__).defined[name]
+    here = _module(module)
+    if name in here.defined:
+        return here.defined[name]
+    if name not in here.inner:
+        raise LookupError(f"{module} has no {name}")
+    return _find(*here.inner[name])
+
+
+def bundle(roots: Sequence[tuple[str, str]], values: Mapping[tuple[str, str], str]) -> str:
     """Return the source of the given definitions and of everything that they use from this package, imports first.
+
+    Definitions are replaced, and members of classes left out, as `portable` says.
 
     Args:
         roots: Modules and names in them.
-        replaced: Names that `replacement_module` defines, and the modules whose definitions they replace.
-        replacement_module: Name of the module with the replacements.
-        dropped: Methods and other members to leave out, by class.
         values: New values of class attributes, by class and attribute, as source text.
 
     Raises:
-        LookupError: A module, name or member in the arguments does not exist.
+        LookupError: A name in the arguments, or a name or member in `portable`, does not exist.
         ValueError: Two modules import different objects by one name, or define the same public name.
     """
-    package = _Package(replaced, replacement_module, dropped)
     needed: dict[int, _Statement] = {}
-    waiting = [package.find(module, name) for module, name in roots]
+    waiting = [_find(module, name) for module, name in roots]
     while waiting:
         statement = waiting.pop(0)
         if id(statement) in needed:
             continue
         needed[id(statement)] = statement
-        waiting += _package_names(package, statement).values()
+        waiting += _package_names(statement).values()
         for other in statement.module.statements:  # registrations of needed definitions
-            uses = _package_names(package, other) if not other.names else {}
+            uses = _package_names(other) if not other.names else {}
             if uses and all(id(used) in needed for used in uses.values()):
                 waiting.append(other)
     kept = list(needed.values())
-    new_names = _renamed(package, kept)
-    order = {name: index for index, name in enumerate(_import_order(package, kept))}
-    kept.sort(
-        key=lambda statement: (order[package.source_location(statement)[0].name], package.source_location(statement)[1])
-    )
+    new_names = _renamed(kept)
+    order = {name: index for index, name in enumerate(_import_order(kept))}
+    kept.sort(key=lambda statement: (order[statement.section], statement.position))
 
     text, section, after_block = "\n".join(_imports(kept)) + "\n", "", False
     for statement in kept:
-        home = package.source_location(statement)[0].name
         is_block = isinstance(statement.node, ast.FunctionDef | ast.ClassDef)
-        if home != section:
-            section = home
+        if statement.section != section:
+            section = statement.section
             text += f"\n\n# From {section}\n"
         elif is_block or after_block:
             text += "\n\n"
-        text += _text(package, statement, new_names, values) + "\n"
+        text += _text(statement, new_names, values) + "\n"
         after_block = is_block
     return _TOOL_COMMENTS.sub("", text)
 
 
-def _package_names(package: _Package, statement: _Statement) -> dict[str, _Statement]:
+def _package_names(statement: _Statement) -> dict[str, _Statement]:
     """Return the statements of this package that a statement uses, by the names that it uses for them."""
     module = statement.module
     found = {}
     for node in statement.used_names():
         if node.id in module.defined or node.id in module.inner:
-            found[node.id] = package.find(module.name, node.id)
+            found[node.id] = _find(module.name, node.id)
     return {name: used for name, used in found.items() if used is not statement}
 
 
-def _renamed(package: _Package, kept: Iterable[_Statement]) -> dict[tuple[int, str], str]:
+def _renamed(kept: Iterable[_Statement]) -> dict[tuple[int, str], str]:
     """Return new names for private names that several modules define, by statement and old name."""
     by_name: dict[str, list[_Statement]] = defaultdict(list)
     for statement in kept:
@@ -219,21 +197,18 @@ def _renamed(package: _Package, kept: Iterable[_Statement]) -> dict[tuple[int, s
         if len(statements) == 1:
             continue
         for statement in statements:
-            home = package.source_location(statement)[0].name
             if not name.startswith("_"):
                 raise ValueError(f"{name} is defined in {' and in '.join(s.module.name for s in statements)}")
-            new[id(statement), name] = f"_{home.removeprefix(PACKAGE + '.').replace('.', '_')}{name}"
+            new[id(statement), name] = f"_{statement.section.removeprefix(PACKAGE + '.').replace('.', '_')}{name}"
     return new
 
 
-def _import_order(package: _Package, kept: Sequence[_Statement]) -> list[str]:
+def _import_order(kept: Sequence[_Statement]) -> list[str]:
     """Return the modules in topological order, each after the modules that it uses."""
-    needs: dict[str, set[str]] = {package.source_location(statement)[0].name: set() for statement in kept}
+    needs: dict[str, set[str]] = defaultdict(set)
     for statement in kept:
-        home = package.source_location(statement)[0].name
-        needs[home] |= {
-            package.source_location(used)[0].name for used in _package_names(package, statement).values()
-        } - {home}
+        used = {other.section for other in _package_names(statement).values()}
+        needs[statement.section] |= used - {statement.section}
     return list(TopologicalSorter({name: sorted(needs[name]) for name in sorted(needs)}).static_order())
 
 
@@ -274,13 +249,10 @@ def _wrapped(module: str, names: Sequence[str]) -> str:
 
 
 def _text(
-    package: _Package,
-    statement: _Statement,
-    new_names: Mapping[tuple[int, str], str],
-    values: Mapping[tuple[str, str], str],
+    statement: _Statement, new_names: Mapping[tuple[int, str], str], values: Mapping[tuple[str, str], str]
 ) -> str:
     """Return the source of a statement with new names and values, without members that are left out."""
-    used = _package_names(package, statement)
+    used = _package_names(statement)
     by_name = {name: new_names.get((id(other), name)) for name, other in used.items()}
     by_name |= {name: new_names.get((id(statement), name)) for name in statement.names}
     edits = [

@@ -46,35 +46,29 @@ def export(options: ExportOptions) -> None:
     if options.format == "mlx":
         require_mlx_model(model)
 
-    write = _with_code if options.remote_code else _for_mlx if options.format == "mlx" else _as_programs
     with new_folder(options.out) as part:
         expected = compute(model, prompts)
         require_finite({name: x for name, x in expected.items() if name.endswith("logits")}, options.model)
         try:
-            holds = write(model, part, options)
+            holds = _write(model, part, options)
             tokenizer.save_pretrained(part)
         except MODEL_FILE_ERRORS as error:
-            what = "programs" if write is _as_programs else "model"
+            what = "model" if options.remote_code or options.format == "mlx" else "programs"
             raise RunFailedError(f"the {what} cannot be written to {options.out.parent}: {error}") from error
         same = _compared(part, prompts, expected, options)
     _say(f"{options.out} holds a {type(model).__name__} {holds}")
     _say(f"on {len(prompts)} prompts, {same}")
 
 
-def _with_code(model: Any, part: Path, options: ExportOptions) -> str:
-    """Write the model with its code, and return a description of the folder, like `_for_mlx` and `_as_programs`."""
-    model.save_pretrained(part)
-    code = write_code(model, part)
-    return f"and its code, {code.name} of {len(code.read_text(encoding='utf-8').splitlines()):,} lines"
-
-
-def _for_mlx(model: Any, part: Path, options: ExportOptions) -> str:
-    write_mlx(model, part)
-    return f"for mlx-lm, with its code, {MODEL_FILE}"
-
-
-def _as_programs(model: Any, part: Path, options: ExportOptions) -> str:
-    assert options.format != "mlx"  # "mlx" is not a format of programs
+def _write(model: Any, part: Path, options: ExportOptions) -> str:
+    """Write the model to the folder `part`, and return a description of what it holds."""
+    if options.remote_code:
+        model.save_pretrained(part)
+        code = write_code(model, part)
+        return f"and its code, {code.name} of {len(code.read_text(encoding='utf-8').splitlines()):,} lines"
+    if options.format == "mlx":
+        write_mlx(model, part)
+        return f"for mlx-lm, with its code, {MODEL_FILE}"
     write_programs(model, part, options.format)
     model.generation_config.save_pretrained(part)
     return f"as prefill.{options.format} and decode.{options.format}"
@@ -92,8 +86,5 @@ def _compared(part: Path, prompts: list[Tensor], expected: dict[str, Tensor], op
     if options.format == "mlx":
         who, largest = "in mlx-lm,", check_mlx(part, prompts, expected)
     else:
-        who, largest = (
-            "single and left-padded,",
-            check_programs(part, options.format, prompts, expected),
-        )
+        who, largest = "single and left-padded,", check_programs(part, options.format, prompts, expected)
     return f"{who} the greedy tokens equal those of {options.model}, and the logits differ by at most {largest:.1e}"

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from transformers.cache_utils import DynamicCache
-from transformers.utils import logging as transformers_logging
 
 from kvshift.lab.core.errors import RunFailedError, install_command, require_importable
 from kvshift.lab.export.remote_code import largest_difference, left_padded
@@ -125,7 +124,7 @@ def write_programs(model: Any, folder: Path, form: Format) -> None:
 
 
 def write_program(
-    module: nn.Module, inputs: dict[str, Any], shapes: dict[str, Any], path: Path, *, simplify: bool = True
+    module: Any, inputs: dict[str, Any], shapes: dict[str, Any], path: Path, *, simplify: bool = True
 ) -> None:
     """Trace a module that takes and returns named tensors, and write it in the format of the path's suffix.
 
@@ -139,52 +138,36 @@ def write_program(
     """
     # Without the second option, torch.export assumes that every size is at least 2.
     options: dict[str, Any] = {"dynamic_shapes": shapes, "prefer_deferred_runtime_asserts_over_guards": True}
-    if path.suffix == ".onnx":
-        options["optimize"] = simplify
     with torch.no_grad(), _quietly():
-        exporter, config_class = _exporter("onnx" if path.suffix == ".onnx" else "pt2")
-        _write(exporter.export(module, inputs, config_class(**options)), path)
+        if path.suffix == ".pt2":
+            from transformers.exporters.configs import DynamoConfig
+            from transformers.exporters.exporter_dynamo import DynamoExporter
+
+            torch.export.save(_program(DynamoExporter().export(module, inputs, DynamoConfig(**options))), path)
+            return
+        import onnx_ir
+        from transformers.exporters.configs import OnnxConfig
+        from transformers.exporters.exporter_onnx import OnnxExporter
+
+        program = _program(OnnxExporter().export(module, inputs, OnnxConfig(**options, optimize=simplify)))
+        onnx_ir.save(getattr(program, "model", program), path, external_data=f"{path.name}.data")
+
+
+def _program(exported: Any) -> Any:
+    return getattr(exported, "program", exported)  # transformers 5.16 returned the program itself
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Suppress what the exporters print and log: warnings about untested versions, and progress."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._export")]
-    levels = [logger.level for logger in loggers]
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with redirect_stdout(StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporters use deprecated functions of torch
             yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _exporter(form: Format) -> tuple[Any, Any]:
-    from transformers.exporters.configs import DynamoConfig, OnnxConfig
-
-    if form == "onnx":
-        from transformers.exporters.exporter_onnx import OnnxExporter
-
-        return OnnxExporter(), OnnxConfig
-    from transformers.exporters.exporter_dynamo import DynamoExporter
-
-    return DynamoExporter(), DynamoConfig
-
-
-def _write(exported: Any, path: Path) -> None:
-    program = getattr(exported, "program", exported)  # transformers 5.16 returned the program itself
-    if path.suffix == ".pt2":
-        torch.export.save(program, path)
-        return
-    import onnx_ir
-
-    onnx_ir.save(getattr(program, "model", program), path, external_data=f"{path.name}.data")
+        logging.disable(disabled)
 
 
 def nest_names(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 import kvshift
 from kvshift.lab.core.errors import LabError, RunFailedError
-from kvshift.lab.export import portable
 from kvshift.lab.export.bundling import bundle
 from kvshift.models.retrofit import FAMILIES, families, gpt2
 from kvshift.models.retrofit.family import Family, auto_class
@@ -92,13 +91,8 @@ def generate_code(model: Any) -> tuple[str, str, dict[str, str]]:
     roots = [_place(family)]
     if family is families.LLAMA:  # its classes do not use their `Family`
         roots = [(made.__module__, made.__name__) for made in (family.config, *family.models.values())]
-    body = bundle(
-        roots,
-        replaced=portable.REPLACED,
-        replacement_module=portable.__name__,
-        dropped=portable.DROPPED,
-        values={(name, "loaded_by"): json.dumps(LOADED_BY) for name in ("KVShiftLlamaConfig", "RetrofitConfig")},
-    )
+    values = {(name, "loaded_by"): json.dumps(LOADED_BY) for name in ("KVShiftLlamaConfig", "RetrofitConfig")}
+    body = bundle(roots, values)
     title = f"{kind.__name__.removeprefix('KVShift')} with KV Shifting Attention"
     text = _HEAD.format(version=kvshift.__version__, title=title, loaded_by=LOADED_BY) + body
     module = f"modeling_{family.config.model_type}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from transformers.utils import logging
 
 from kvshift.lab.core.errors import LabError, require_unicode
 from kvshift.lab.core.messages import say
+from kvshift.lab.core.options import digest
 from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.generate.generate_config import GenerateConfig
 from kvshift.lab.generate.prompts import Prompt, open_output, read_prompts
@@ -195,13 +195,8 @@ def _continue(
     if not config.prompt_lookup or config.samples == 1:
         return continue_batch(model, tokenizer, prompts, config, first=first)
     one = dataclasses.replace(config, samples=1)  # speculative decoding needs a batch size of 1
-    return [
-        [
-            continue_batch(model, tokenizer, [prompt], one, first=(first + row) * config.samples + sample)[0][0]
-            for sample in range(config.samples)
-        ]
-        for row, prompt in enumerate(prompts)
-    ]
+    numbers = range(first * config.samples, (first + 1) * config.samples)  # `_records` gives only one prompt
+    return [[continue_batch(model, tokenizer, prompts, one, first=number)[0][0] for number in numbers]]
 
 
 def _print_text(model: Any, tokenizer: Any, prompt: list[int], config: GenerateConfig) -> None:
@@ -289,8 +284,7 @@ def _settings(config: GenerateConfig, source: str) -> str:
     if config.temperature == 0:
         free += ["batch_size", "seed"]  # they only affect sampling
     decisive = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
-    decisive["source"] = source
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+    return digest(decisive | {"source": source})
 
 
 def _first_token_ids(*candidates: int | list[int] | None) -> list[int]:

@@ -38,19 +38,20 @@ class Shards:
     gathered: int
 
 
-def dry_run(config: KVShiftLlamaConfig, *, devices: int, sequence_length: int, batch_size: int = 1) -> Shards:
+def dry_run(config: KVShiftLlamaConfig, *, devices: int, sequence_length: int) -> Shards:
     """Run one step with float32 weights and bfloat16 matrix products, sharded over `devices` with FSDP2.
+
+    Each process has one sequence.
 
     Args:
         config: Configuration of the model.
         devices: Number of processes; this one takes the place of the first.
         sequence_length: Tokens per sequence.
-        batch_size: Sequences per process.
 
     Raises:
         ValueError: A size is below 1, or a process group already exists.
     """
-    for name, value in (("devices", devices), ("sequence_length", sequence_length), ("batch_size", batch_size)):
+    for name, value in (("devices", devices), ("sequence_length", sequence_length)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
     with _fake_device_mesh(devices) as mesh, FakeTensorMode():
@@ -66,7 +67,7 @@ def dry_run(config: KVShiftLlamaConfig, *, devices: int, sequence_length: int, b
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters())
-        ids = torch.zeros(batch_size, sequence_length, dtype=torch.long)
+        ids = torch.zeros(1, sequence_length, dtype=torch.long)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         moments = [
