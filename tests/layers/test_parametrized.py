@@ -8,7 +8,14 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from kvshift.layers import KVShift, KVShiftAttention, param_groups, recompute
+from kvshift.layers import (
+    KVShift,
+    KVShiftAttention,
+    ShiftOptions,
+    clamp_after_step,
+    param_groups,
+    recompute,
+)
 from tests.layers.attention_cases import outcome, run, same_bits
 
 B, T, E = 2, 7, 12
@@ -83,3 +90,11 @@ def test_adapters_of_parameters_are_refused_by_name():
     model = get_peft_model(nn.Sequential(layer), LoraConfig(target_modules=[], target_parameters=["0.shift.alpha"]))
     with pytest.raises(TypeError, match=r"shift must be a KVShift, got a ParamWrapper.*modules_to_save=\[\"shift\"\]"):
         model(x)
+
+
+def test_clamping_after_each_step_refuses_them():
+    """The step changes the original, which the parametrization turns into another coefficient."""
+    shift = KVShift(2, ShiftOptions(constraint="clamp"))
+    parametrize.register_parametrization(shift, "alpha", Doubled())
+    with pytest.raises(ValueError, match="model has a parametrized KVShift layer"):
+        clamp_after_step(torch.optim.SGD(shift.parameters(), lr=1.0), shift)

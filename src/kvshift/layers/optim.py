@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from kvshift.layers.shift import KVShift
@@ -68,6 +69,9 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
 
     Returns:
         A handle whose `remove()` stops the clamping.
+
+    Raises:
+        ValueError: there is no such layer, or its coefficients are computed by a parametrization.
     """
     _require_module(model)
     layers = [
@@ -75,6 +79,8 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
     ]
     if not layers:
         raise ValueError('model has no KVShift layer with constraint="clamp"')
+    if any(map(is_parametrized, layers)):
+        raise ValueError("model has a parametrized KVShift layer, whose coefficients are not parameters to be clamped")
 
     @torch.no_grad()
     def clamp(*_: Any) -> None:

@@ -74,8 +74,11 @@ class GenerateConfig:
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
         require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
-        if self.samples > 1 and self.temperature == 0:
-            raise LabError(f"samples must be 1 with temperature 0 (greedy decoding), got {self.samples}")
+        for name, neutral in {"samples": 1, "top_k": 0, "top_p": 1, "min_p": 0}.items():
+            value = getattr(self, name)
+            require(
+                self.temperature > 0 or value == neutral, name, value, f"{neutral} with temperature 0 (greedy decoding)"
+            )
         if self.num_beams > 1 and self.samples > self.num_beams:
             raise LabError(f"samples must not be more than num_beams ({self.num_beams}), got {self.samples}")
         if self.num_beams > 1 and self.prompt_lookup:
