@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ from torch import Tensor
 
 from kvshift.ops import shift
 from kvshift.ops.arguments import Call
+
+from .cases import Case
+from .fused_cases import FusedCase
+
+AnyCase = TypeVar("AnyCase", Case, FusedCase)
 
 DEVICE = torch.device(os.environ.get("KVSHIFT_TEST_DEVICE", "cuda"))
 
@@ -49,6 +55,12 @@ def carry(x: Tensor, device: torch.device) -> Tensor:
     end = x.storage_offset() + 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     memory = x.as_strided((end,), (1,), 0).to(device, copy=True)
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def there(case: AnyCase, device: torch.device = DEVICE) -> AnyCase:
+    """Return the same call with its tensors on the device."""
+    moved: dict[str, Any] = {name: None if x is None else x.to(device) for name, x in case.where().items()}
+    return replace(case.map(lambda x: carry(x, device)), **moved)
 
 
 @contextmanager
