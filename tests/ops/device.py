@@ -71,10 +71,10 @@ def kernels_on_device() -> Iterator[None]:
     def there(x: Any) -> Any:
         return _Carried.apply(x, DEVICE) if isinstance(x, Tensor) else x
 
-    def shift_there(call: Call, sequences: int) -> Any:
+    def shift_there(call: Call) -> Any:
         if call.backend != "triton":
-            return shift_here(call, sequences)
-        k, v, *rows = shift_here(Call(*map(there, call)), sequences)
+            return shift_here(call)
+        k, v, *rows = shift_here(Call(*map(there, call)))
         k = call.k if call.alpha is None else _Carried.apply(k, call.k.device)
         v = call.v if call.beta is None else _Carried.apply(v, call.k.device)
         return k, v, *(None if x is None else _Carried.apply(x, call.k.device) for x in rows)
