@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -41,6 +40,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvshift.benchmarks.float64_parity import use_backend
 from kvshift.lab.core.environment import environment
+from kvshift.lab.core.json_lines import write_lines
 from kvshift.lab.core.options import digest
 from kvshift.models.decoder import ShiftedDecoder
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
@@ -275,8 +275,7 @@ def main() -> None:
             {"model": size, **layer(implementation, {**SIZES[size], "vocab_size": 8}, *OPTIONS["shape"]), **stamp}
         )
         print(_line(rows[-1], next(row for row in rows if row["model"] == size)), flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(out / "rows.jsonl", rows)
 
 
 def _line(row: Row, base: Row) -> str:

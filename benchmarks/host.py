@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import statistics
@@ -37,6 +36,7 @@ from torch.utils.benchmark import Timer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from kvshift.lab.core.environment import environment
+from kvshift.lab.core.json_lines import write_lines
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.versions import CACHE
 
@@ -201,9 +201,8 @@ def main() -> None:
             line += f", ratio of the fastest {row['fastest']:.3f}"
         print(line)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         stamp = environment(torch.device("cpu"), processes=1) | {"options": {"rounds": options.rounds}}
-        options.out.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows))
+        write_lines(options.out, (row | stamp for row in rows))
 
 
 if __name__ == "__main__":

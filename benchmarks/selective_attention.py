@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from kvshift.benchmarks.peak import peak_bytes
 from kvshift.lab.core.environment import environment
+from kvshift.lab.core.json_lines import write_lines
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
@@ -128,9 +128,8 @@ def main() -> None:
             flush=True,
         )
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         stamp = environment(CPU, processes=1)
-        options.out.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows))
+        write_lines(options.out, (row | stamp for row in rows))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3ForCau
 from kvshift import ShiftOptions
 from kvshift.benchmarks.serving_page import BASELINE, CONTROL
 from kvshift.lab.compare.timing import quartiles
-from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.environment import environment
+from kvshift.lab.core.json_lines import write_lines
 from kvshift.models.baichuan_m1 import BaichuanM1Config
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit import add_kv_shift
@@ -296,9 +296,7 @@ def main() -> None:
         for rows in [list(capacity(into))] if options.what == "capacity" else speed(into, options):
             print(*map(json.dumps, rows), sep="\n", flush=True)
             if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                lines = "".join(json.dumps({**row, "shape": SHAPE, **stamp}) + "\n" for row in rows)
-                write_bytes(options.out, lines.encode())
+                write_lines(options.out, ({**row, "shape": SHAPE, **stamp} for row in rows))
 
 
 if __name__ == "__main__":

@@ -77,12 +77,11 @@ class CopyTask:
         return Batch(input_ids=input_ids, labels=labels, slices=torch.where(labels == IGNORED, -1, 0))
 
 
-def jobs(preset, seeds):
+def arms(preset):
     return [
         TrainingJob(
             arm=Arm(case=f"window {window}"),
             config=TaskTrainConfig(
-                seed=seed,
                 task=CopyConfig(),
                 model=ModelConfig(
                     hidden_size=12,
@@ -99,7 +98,6 @@ def jobs(preset, seeds):
             ),
         )
         for window in (2, 3)
-        for seed in seeds
     ]
 
 
@@ -126,7 +124,7 @@ def recipe(task: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CATALOGUE, "toy", Entry(name="toy", title="copying", presets=presets))
     module = ModuleType("kvshift.recipes.toy.study")
     module.__file__ = __file__  # a folder without notes
-    module.RECIPE = Recipe(entry=CATALOGUE["toy"], source="no figure", jobs=jobs, plot=plot, claims=claims)
+    module.RECIPE = Recipe(entry=CATALOGUE["toy"], source="no figure", arms=arms, plot=plot, claims=claims)
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -140,7 +138,7 @@ def test_a_task_is_a_module_and_an_entry(tmp_path: Path):
         TaskTrainConfig(
             out=tmp_path,
             task=CopyConfig(),
-            model=jobs("smoke", [0])[0].config.model,
+            model=arms("smoke")[0].config.model,
             steps=2,
             batch_size=7,
             eval_rows=11,

@@ -23,10 +23,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "benchmarks/test_parity.py": ("benchmarks/formulations.py",),
     "lab/analysis/test_curves.py": ("lab/analysis/accuracy.py",),
     "lab/analysis/test_panels.py": ("lab/analysis/colors.py",),
-    "lab/analysis/test_report.py": (
-        "lab/analysis/pages.py",
-        "lab/analysis/probe_curves.py",
-    ),
+    "lab/analysis/test_report.py": ("lab/analysis/pages.py",),
     "lab/check/test_stock_models.py": ("lab/check/check_page.py",),
     "lab/data/test_files.py": ("lab/core/atomic.py",),
     "lab/data/test_text.py": (
@@ -53,7 +50,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/tasks/igsm/test_igsm.py": (
         "lab/tasks/igsm/random_choices.py",
         "lab/tasks/igsm/names.py",
-        "lab/tasks/igsm/polynomial.py",
         "lab/tasks/igsm/problem.py",
         "lab/tasks/igsm/quantities.py",
         "lab/tasks/igsm/writing.py",
@@ -68,6 +64,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/data/order.py",
         "lab/training/optimizer.py",
     ),
+    "lab/variants/test_mixing.py": ("lab/variants/fox_shift.py", "lab/variants/key_offset.py"),
     "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
     "lab/variants/test_variant.py": (
         "lab/variants/model_classes.py",
@@ -124,7 +121,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "recipes/test_results_pages.py": (
         "lab/study/notes.py",
         "lab/study/preset_report.py",
-        "recipes/summary.py",
     ),
     "recipes/test_power_law.py": (
         "recipes/fig06/study.py",

@@ -80,7 +80,7 @@ def best_rate(arm: Arm) -> float:
 def train(variant: str) -> None:
     """Train one model and put it where the page finds it."""
     arm = Arm(variant=variant, layers=1)
-    (job,) = (job for job in study.jobs("laptop", [0]) if job.arm == arm)
+    (job,) = (job for job in study.arms("laptop") if job.arm == arm)
     optimizer = dataclasses.replace(job.config.optimizer, learning_rate=best_rate(arm))
     out = Path("build/induction") / FOLDERS[variant]
     result = train_task(dataclasses.replace(job.config, out=out, optimizer=optimizer))

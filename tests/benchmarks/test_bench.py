@@ -87,7 +87,7 @@ def test_every_part_leaves_rows_table_and_plot(preset, tmp_path, capsys):
     assert "kv_shift" in printed
     assert "off a straight line" in printed
     for text in (printed, table):
-        assert "Left out: causal-conv1d | fla ShortConvolution |" in text
+        assert "; causal-conv1d | fla ShortConvolution |" in text
         assert "The preset smoke only shows that everything runs" in text
     assert "need not be the ratio of the two times" in table
 

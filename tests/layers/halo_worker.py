@@ -19,15 +19,39 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.utils.checkpoint import checkpoint
 
-from kvshift import kv_shift
 from kvshift.layers import halo
 from kvshift.layers.halo import exchange_halo, shift_shard
+from kvshift.ops import shift_tokens
 
-from .halo_cases import G, H, by_definition, document_rows, shard_tokens
-
-D, DV = 3, 5
+G, H, D, DV = 2, 3, 3, 5
 LAYOUTS = ("contiguous", "headtail")
 EXACT = 1e-10
+
+
+def document_rows(chunk: int, chunks: int) -> list[list[int]]:
+    """Return the document lengths of each row: boundaries before, on and after chunk edges, documents of length 1."""
+    length, middle = chunk * chunks, chunk * (chunks // 2)
+    rows = [
+        [length],
+        [1] * length,
+        [chunk] * chunks,
+        [chunk, length - chunk],
+        [chunk - 1, length - chunk + 1],
+        [chunk + 1, length - chunk - 1],
+        [chunk - 1, 1, length - chunk],
+        [chunk, 1, length - chunk - 1],
+        [chunk - 1, 1, 1, length - chunk - 1],
+        [middle - 1, 2, length - middle - 1],
+        [length - chunk - 2, 3, chunk - 1],
+        [length - 1, 1],
+    ]
+    return [row for row in rows if min(row) > 0]
+
+
+def shard_tokens(layout: str, chunk: int, rank: int, size: int) -> Tensor:
+    """Return the tokens of a sequence that a rank holds, in the order of its shard."""
+    held = [rank] if layout == "contiguous" else [rank, 2 * size - 1 - rank]
+    return torch.cat([torch.arange(chunk * number, chunk * (number + 1)) for number in held])
 
 
 @dataclass(frozen=True)
@@ -84,8 +108,8 @@ class Sequences:
 
 
 def one_process(tokens: dict[str, Tensor], coefficients: dict[str, Tensor], positions: Tensor) -> dict[str, Tensor]:
-    shifted = {name: by_definition(tokens[name], mix, positions) for name, mix in coefficients.items()}
-    return tokens | shifted
+    documents = (positions == 0).cumsum(1)
+    return tokens | {name: shift_tokens(tokens[name], mix, seq_idx=documents)[0] for name, mix in coefficients.items()}
 
 
 def sharded(case: Case, shift: Callable[..., Any] = shift_shard, **changed: Any) -> Callable[..., dict[str, Tensor]]:
@@ -136,14 +160,11 @@ def every_layout_window_length_and_target() -> None:
 def the_bits_are_those_of_one_process() -> None:
     for layout, dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16)):
         case = Case(layout, 3, 4, dtype=dtype)
-        sequences = Sequences(case)
-        tokens, mix, positions = sequences.tokens, sequences.coefficients, sequences.positions
-        documents = (positions == 0).cumsum(1)
-        expected = kv_shift(tokens["k"], tokens["v"], mix["k"], mix["v"], seq_idx=documents)
-        shards = {name: case.mine(x) for name, x in tokens.items()}
-        got = sharded(case)(shards, mix, case.mine(positions))
-        assert torch.equal(got["k"], case.mine(expected[0]))
-        assert torch.equal(got["v"], case.mine(expected[1]))
+        whole = Sequences(case)
+        expected = one_process(whole.tokens, whole.coefficients, whole.positions)
+        shards = {name: case.mine(x) for name, x in whole.tokens.items()}
+        got = sharded(case)(shards, whole.coefficients, case.mine(whole.positions))
+        assert all(torch.equal(got[name], case.mine(expected[name])) for name in got)
 
 
 def recomputed_in_backward() -> None:

@@ -233,10 +233,3 @@ def test_decoding_names_what_disagrees(change, message, rotated):
     k, v, *rows = change(k, v, state.k, state.v)
     with pytest.raises(TypeError if "a tensor" in message else ValueError, match=message):
         KVShift(G)(q, k, v, state=ShiftState(*rows, 1), rotary=rotary if rotated else None)
-
-
-def test_the_gradient_goes_through_rotation():
-    layer = KVShift(G).double()
-    q, k, v = (x.requires_grad_() for x in inputs(2, 3, torch.float64))
-    rotary = tables(2, 3, torch.float64)
-    assert torch.autograd.gradcheck(lambda *x: layer(*x, rotary=rotary)[:3], (q, k, v))

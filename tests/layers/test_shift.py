@@ -44,34 +44,6 @@ def test_targets_come_in_any_order_and_container():
     assert KVShift(G, ShiftOptions(targets=["v", "q"]), num_heads=H).targets == ("q", "v")
 
 
-@covering(
-    targets=TARGETS[1:],
-    window=[2, 3],
-    dtype=[torch.float64, torch.float32, torch.bfloat16],
-    grad={"grad": True, "no_grad": False},
-)
-def test_every_split_equals_the_whole(targets, window, dtype, grad):
-    """The same products are added in the same order, so no bit differs."""
-    shift = layer(targets=targets, window=window)
-    inputs = qkv(dtype=dtype)
-    with torch.set_grad_enabled(grad):
-        *whole, last = shift(*inputs)
-        for sizes in ([i, T - i] for i in range(T + 1)):
-            check_pieces(shift, inputs, whole, last, sizes)
-        check_pieces(shift, inputs, whole, last, [1] * T)
-
-
-def check_pieces(shift, inputs, whole, last, sizes):
-    state, pieces = None, []
-    for q, k, v in zip(*(x.split(sizes, dim=1) for x in inputs), strict=True):
-        *outputs, state = shift(q, k, v, state=state)
-        pieces.append(outputs)
-    joined = [torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)]
-    torch.testing.assert_close(joined, whole, rtol=0, atol=0)
-    for name in ("k", "v", "q"):
-        torch.testing.assert_close(getattr(state, name), getattr(last, name), rtol=0, atol=0)
-
-
 @torch.no_grad()
 def test_the_backend_asked_for_is_used_in_decoding_too(monkeypatch):
     q, k, v = qkv(length=1)
@@ -131,13 +103,6 @@ def test_a_state_without_queries_is_refused():
     *_, state = layer()(q, k, v)
     with pytest.raises(ValueError, match="state holds no queries, but this layer shifts them"):
         layer(targets=("q", "k", "v"))(q, k, v, state=state)
-
-
-@pytest.mark.parametrize("targets", [("k", "v"), ("q",)])
-def test_a_state_of_another_type_is_refused(targets):
-    q, k, v = qkv()
-    with pytest.raises(TypeError, match="state must be a ShiftState or None, got tuple"):
-        layer(targets=targets)(q, k, v, state=(k, v))
 
 
 @pytest.mark.parametrize("shape", [(B, T, H + 1, D), (B, T + 1, H, D), (B + 1, T, H, D), (B, T, H * D)])

@@ -73,10 +73,11 @@ def test_same_seed_same_bits():
         (lambda m: m.to("cpu", torch.float16), torch.float16),
         (lambda m: m.type(torch.bfloat16), torch.bfloat16),
         (lambda m: m.bfloat16().float(), torch.float32),
+        (lambda m: m.double().half(), torch.float16),
         (lambda m: copy.deepcopy(m.bfloat16()), torch.bfloat16),
         (lambda m: copy.deepcopy(m).bfloat16(), torch.bfloat16),
     ],
-    ids=["to", "half", "to_device", "type", "float_again", "copied_after", "copied_before"],
+    ids=["to", "half", "to_device", "type", "float_again", "double_and_half", "copied_after", "copied_before"],
 )
 def test_casts_leave_every_bit_of_the_coefficients(cast, dtype, constraint):
     model = nn.Sequential(nn.Linear(3, 5), layer(targets=("q", "k", "v"), constraint=constraint))
@@ -93,16 +94,6 @@ def test_a_cast_keeps_gradients_in_float32():
     shift.bfloat16()
     assert shift.alpha.grad.dtype == torch.float32
     assert (shift.alpha.grad == 1 + 2**-20).all()
-
-
-def test_double_and_back():
-    shift = layer()
-    before = copy.deepcopy(shift.state_dict())
-    shift.double()
-    assert {x.dtype for x in shift.parameters()} == {torch.float64}
-    shift.half()
-    assert {x.dtype for x in shift.parameters()} == {torch.float32}
-    torch.testing.assert_close(shift.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -192,16 +183,6 @@ def test_gate_mixes_with_weights_that_sum_to_one():
         now = 1 / (1 + torch.exp(-getattr(shift, NAMES[name]).double()))
         torch.testing.assert_close(mix.double(), torch.cat([now, 1 - now], dim=1), rtol=0, atol=2**-23)
         assert (mix.sum(1) == 1).all()
-
-
-def test_gate_learns():
-    shift = layer(constraint="gate")
-    q, k, v = qkv()
-    _, k_hat, v_hat, _ = shift(q, k, v)
-    (k_hat.square().sum() + v_hat.square().sum()).backward()
-    assert shift.alpha.grad.shape == (G, 1)
-    assert (shift.alpha.grad != 0).all()
-    assert (shift.beta.grad != 0).all()
 
 
 def clamp_layer(values: list[list[float]]) -> KVShift:

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from .baichuan_m1 import tiny as baichuan_m1
 from .llama.tiny import tiny_model
-from .retrofit.tiny import shifted_gpt2
-from .retrofit.tiny_families import FAMILIES, shifted
+from .retrofit.tiny_families import FAMILIES, shifted, shifted_gpt2
 
 # The name of this option in transformers 5.23, and in earlier versions.
 CHECKPOINTING = next(

@@ -8,22 +8,12 @@ import torch
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
-from kvshift import ShiftState
-from kvshift.models.cache import ShiftCacheLayer
 from kvshift.models.llama import ensure_shift_cache
 from kvshift.models.versions import CACHE
 
-from .llama.checks import ATOL, assert_next, check_splits, logits_of, reference_of
+from .llama.checks import ATOL, VARIANTS, assert_next, every_variant, logits_of, reference_of
 from .llama.tiny import left_padded, random_tokens, tiny_config, tiny_model
 from .registry import MODELS
-
-VARIANTS = {
-    "paper": {},
-    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4},
-    "sliding window": {"sliding_window": 5, "shift_window": 3},
-    "no shift": {"shift_targets": []},
-}
-every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def filled(model, row: torch.Tensor, *, recording: bool = False) -> DynamicCache:
@@ -33,12 +23,6 @@ def filled(model, row: torch.Tensor, *, recording: bool = False) -> DynamicCache
         cache.activate_past_recording()
     logits_of(model, row, **{CACHE: cache})
     return cache
-
-
-@every_variant
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_pieces_of_a_sequence_equal_the_sequence_in_float32(options: dict, attention: str):
-    check_splits(tiny_model(attention=attention, **options), atol=2e-5)
 
 
 @pytest.mark.slow
@@ -118,15 +102,6 @@ def test_sequences_can_be_dropped(options: dict, indices: list):
     assert_next(model, kept, cache, random_tokens(len(kept), 1, seed=3))
 
 
-@every_variant
-def test_sequences_of_a_static_cache_can_be_reordered(options: dict):
-    model, rows, order = tiny_model(torch.float64, **options), random_tokens(3, 8), torch.tensor([2, 0, 0])
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    logits_of(model, rows, **{CACHE: cache})
-    cache.reorder_cache(order)
-    assert_next(model, rows[order], cache, random_tokens(3, 1, seed=3))
-
-
 def test_an_empty_cache_can_be_repeated_selected_and_reordered():
     model, row = tiny_model(torch.float64), random_tokens(1, 4)
     cache = DynamicCache(config=model.config)
@@ -137,21 +112,6 @@ def test_an_empty_cache_can_be_repeated_selected_and_reordered():
     cache.crop(0)
     logits_of(model, row, **{CACHE: cache})
     assert_next(model, row, cache, random_tokens(1, 1, seed=3))
-
-
-@every_variant
-def test_crop_in_a_left_padded_batch(options: dict):
-    model = tiny_model(torch.float64, **options)
-    rows = [random_tokens(length, seed=length) for length in (2, 8, 5)]
-    ids, mask = left_padded(rows)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    ensure_shift_cache(cache, model.config)
-    cache.activate_past_recording()
-    logits_of(model, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
-    cache.crop(-1)
-    inputs = {"attention_mask": mask, "position_ids": positions[:, -1:]}
-    assert_next(model, [row[:-1] for row in rows], cache, random_tokens(3, 1, seed=9), **inputs)
 
 
 @every_variant
@@ -216,20 +176,6 @@ def test_static_caches_refuse_what_they_cannot_do():
     ):
         with pytest.raises(NotImplementedError, match=r"a static cache .*use a DynamicCache"):
             operation()
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("sliding", [None, 5])
-def test_every_layer_holds_the_last_raw_keys_and_values(static: bool, sliding: int | None):
-    model = tiny_model(sliding_window=sliding, shift_window=3)
-    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-    raw = []
-    model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda module, inputs, output: raw.append(output))
-    logits_of(model, random_tokens(2, 7), **{CACHE: cache})
-    assert all(isinstance(layer, ShiftCacheLayer) for layer in cache.layers)
-    state = cache.layers[1].shift_state
-    assert isinstance(state, ShiftState)
-    torch.testing.assert_close(state.k, raw[0].view(2, 7, 3, 10)[:, -2:], rtol=0, atol=0)
 
 
 def test_an_adopted_cache_is_left_alone():

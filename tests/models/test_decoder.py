@@ -19,8 +19,7 @@ from kvshift.models.retrofit.family import rotary_family
 from .llama import checks
 from .llama.tiny import PAD, random_tokens, randomize, tiny_model
 from .registry import MODELS
-from .retrofit.tiny import shifted_gpt2
-from .retrofit.tiny_families import SIZES
+from .retrofit.tiny_families import SIZES, shifted_gpt2
 
 STATIC, UNCACHED = {"cache_implementation": "static"}, {"use_cache": False}
 CHECKS: dict[str, Callable[[PreTrainedModel], None]] = {

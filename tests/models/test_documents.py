@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -143,6 +144,12 @@ def test_padding_of_a_mask_of_pairs_in_a_cache_that_records_its_past():
 
 
 FLASH: dict[str, tuple[dict[str, Any], bool]] = {
+    "by position_ids": ({"position_ids": RESTART}, True),
+    "by cu_seq_lens": ({"cu_seq_lens": torch.tensor([0, 2, 5])}, True),
+    "by seq_idx alone: position_ids are made from it": ({"seq_idx": RESTART // 2}, True),
+    "by seq_idx, position_ids continue": ({"position_ids": torch.arange(5)[None], "seq_idx": RESTART // 2}, False),
+    "padding": ({"position_ids": RESTART, "attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, False),
+    "several rows": ({"position_ids": RESTART.expand(2, -1)}, False),
     "increasing": ({"position_ids": torch.arange(3, 8)[None]}, True),
     "jumps, one document by seq_idx": (
         {"position_ids": torch.tensor([[0, 1, 4, 5, 6]]), "seq_idx": torch.zeros(1, 5, dtype=torch.long)},
@@ -163,12 +170,11 @@ def test_flash_attention_would_separate_what_is_named(given: dict[str, Any], rig
     """It begins a document wherever position_ids are 0, unless they increase by one everywhere."""
     config = tiny_model().config
     config._attn_implementation = "flash_attention_2"
-    embeds = torch.zeros(len(given["position_ids"]), 5, 42)
-    if right:
-        create_masks(config, embeds, None, None, **given)
-    else:
-        with pytest.raises(ValueError, match="flash attention separates documents only within one unpadded row"):
-            create_masks(config, embeds, None, None, **given)
+    given = {"attention_mask": None, "past_key_values": None, "position_ids": None, **given}
+    batch = 1 if given["position_ids"] is None else len(given["position_ids"])
+    refused = pytest.raises(ValueError, match="flash attention separates documents only within one unpadded row")
+    with nullcontext() if right else refused:
+        create_masks(config, torch.zeros(batch, 5, 42), **given)
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])

@@ -9,61 +9,16 @@ from kvshift.models.versions import CACHE
 from .llama.checks import (
     assert_greedy,
     assert_next,
-    check_beams,
     logits_of,
     new_tokens_of,
 )
 from .llama.reference import reference_greedy
 from .llama.tiny import left_padded, random_tokens, right_padded, tiny_model
 
-VARIANTS = {
-    "paper": {},
-    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4},
-    "values alone": {"shift_targets": ["v"]},
-    "sliding window, qk_norm": {"sliding_window": 5, "qk_norm": True, "shift_window": 3},
-    "no shift": {"shift_targets": []},
-    "no shift, sliding window": {"shift_targets": [], "sliding_window": 5},
-}
-every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
-
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model(torch.float64, attention="sdpa")
-
-
-@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
-def test_prompts_of_every_length_decode_as_the_reference(attention: str):
-    model = tiny_model(torch.float64, attention=attention, sliding_window=16)
-    for length in range(1, 34):
-        prompt = random_tokens(1, length, seed=length)
-        cached = new_tokens_of(model, prompt, max_new_tokens=4)
-        assert_greedy(model, prompt, cached)
-        torch.testing.assert_close(new_tokens_of(model, prompt, max_new_tokens=4, use_cache=False), cached)
-
-
-def test_greedy_tokens_depend_on_the_coefficients(model):
-    """Otherwise the tests of this file could not fail."""
-    prompt = random_tokens(11)
-    weights = model.state_dict()
-    without = {name: tensor for name, tensor in weights.items() if ".shift." not in name}
-    assert reference_greedy(weights, model.config, prompt.tolist(), 7) != reference_greedy(
-        without, model.config, prompt.tolist(), 7
-    )
-
-
-def test_beams_are_reordered_in_the_test_above(model, monkeypatch):
-    """Otherwise a cache that is not reordered would pass."""
-    moved = []
-    original = DynamicCache.reorder_cache
-
-    def reorder_cache(self, beam_idx):
-        moved.append(not torch.equal(beam_idx, torch.arange(len(beam_idx))))
-        original(self, beam_idx)
-
-    monkeypatch.setattr(DynamicCache, "reorder_cache", reorder_cache)
-    check_beams(model)
-    assert sum(moved) > 2
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["plain", "beams"])
@@ -100,13 +55,6 @@ def test_sequences_that_end_early_are_padded_and_leave_the_others_alone(model):
     assert generated[0][3] == 0
 
 
-def test_embeddings_as_prompt(model):
-    prompt = random_tokens(1, 6)
-    embeds = model.get_input_embeddings()(prompt).detach()
-    generated = model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=5)
-    assert_greedy(model, prompt, generated)
-
-
 def test_padding_behind_tokens_is_not_cropped_from_a_window():
     model = tiny_model(sliding_window=9, shift_targets=[])
     ids, mask = right_padded([random_tokens(3), random_tokens(5)])
@@ -125,16 +73,6 @@ def test_a_neighbour_padded_on_the_right_does_no_harm(model):
     rows = [random_tokens(length, seed=length) for length in (3, 9)]
     generated = new_tokens_of(model, *right_padded(rows))
     assert_greedy(model, rows[1:], generated[1:])
-
-
-@every_variant
-def test_a_conversation_continues_in_one_cache(options: dict):
-    model = tiny_model(torch.float64, **options)
-    cache, tokens = DynamicCache(config=model.config), random_tokens(1, 5)
-    for turn in range(3):
-        answer = new_tokens_of(model, tokens, **{CACHE: cache}, max_new_tokens=4)
-        assert_greedy(model, tokens, answer)
-        tokens = torch.cat([tokens, answer, random_tokens(1, 3, seed=turn)], dim=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 5}], ids=["paper", "sliding"])

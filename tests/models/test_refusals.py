@@ -1,7 +1,5 @@
 """Calls that cannot be right are refused before they begin, with the reason."""
 
-from functools import partial
-
 import pytest
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
@@ -15,7 +13,7 @@ from kvshift.models.versions import CACHE
 from .llama.checks import logits_of, new_tokens_of
 from .llama.tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model
 from .registry import MODELS
-from .retrofit.tiny import tiny_gpt2
+from .retrofit.tiny_families import stock
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ def no_forward(model, monkeypatch):
 
 @both
 def test_a_cache_that_holds_tokens_of_the_plain_model(model):
-    plain = tiny_gpt2() if "gpt2" in model.config.model_type else LlamaForCausalLM(LlamaConfig(**SIZES))
+    plain = stock("GPT-2") if "gpt2" in model.config.model_type else LlamaForCausalLM(LlamaConfig(**SIZES))
     cache = plain(random_tokens(1, 5)).past_key_values
     with pytest.raises(ValueError, match=r"already holds tokens, but not their raw keys and values"):
         model(random_tokens(1, 1), **{CACHE: cache})
@@ -169,14 +167,6 @@ def test_a_recording_cache_refuses_packed_documents(model):
             model(random_tokens(1, 5), **{CACHE: recording_cache(model)}, **inputs)
 
 
-@both
-def test_malformed_documents(model):
-    with pytest.raises(ValueError, match=r"seq_idx must be \(1, 5\) like input_ids, got \(1, 4\)"):
-        model(random_tokens(1, 5), seq_idx=torch.zeros(1, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q needs all sequences packed into one row, got a batch of 2"):
-        model(random_tokens(2, 5), cu_seq_lens_q=torch.tensor([0, 2, 5]))
-
-
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
@@ -197,6 +187,7 @@ def test_malformed_documents(model):
             ValueError,
             r"cu_seq_lens_q must be non-decreasing from 0 to 5, .* got \[2, 4",
         ),
+        ({"seq_idx": torch.zeros(1, 4).long()}, ValueError, r"seq_idx must be \(1, 5\) like input_ids, got \(1, 4\)"),
         ({"seq_idx": torch.zeros(1, 5)}, TypeError, "seq_idx must be of an integer dtype, got torch.float32"),
         ({"position_ids": torch.arange(4)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 4\)"),
         ({"position_ids": torch.arange(6)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 6\)"),
@@ -210,9 +201,11 @@ def test_malformed_boundaries(inputs: dict, error: type[Exception], message: str
         tiny_model(shift_targets=targets)(random_tokens(1, 5), **inputs)
 
 
-def test_boundaries_of_a_batch_may_be_in_one_sequence_of_positions(model):
+def test_malformed_boundaries_of_a_batch(model):
     with pytest.raises(ValueError, match=r"position_ids must be \(2, 5\) like input_ids, or \(1, 5\), got \(3, 5\)"):
         model(random_tokens(2, 5), position_ids=torch.arange(5).expand(3, -1))
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q needs all sequences packed into one row, got a batch of 2"):
+        model(random_tokens(2, 5), cu_seq_lens_q=torch.tensor([0, 2, 5]))
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
@@ -278,32 +271,6 @@ def test_heads_that_are_rotated_in_part():
 
 
 RESTART = torch.tensor([[0, 1, 0, 1, 2]])
-FLASH_CALLS = {
-    "one row, by position_ids": ({"position_ids": RESTART}, True),
-    "one row, by cu_seq_lens": ({"position_ids": None, "cu_seq_lens": torch.tensor([0, 2, 5])}, True),
-    "by seq_idx alone: position_ids are made from it": ({"position_ids": None, "seq_idx": RESTART // 2}, True),
-    "by seq_idx, position_ids continue": (
-        {"position_ids": torch.arange(5).unsqueeze(0), "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])},
-        False,
-    ),
-    "several rows": ({"position_ids": RESTART.expand(2, -1)}, False),
-    "padding": ({"position_ids": RESTART, "attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, False),
-}
-
-
-@pytest.mark.parametrize(("inputs", "named"), FLASH_CALLS.values(), ids=FLASH_CALLS.keys())
-def test_flash_attention_refuses_documents_that_it_would_not_separate(inputs: dict, named: bool):
-    """Tests only the masks: flash attention itself needs a GPU."""
-    config = tiny_model().config
-    config._attn_implementation = "flash_attention_2"
-    inputs = {"attention_mask": None, **inputs}
-    batch = 1 if inputs["position_ids"] is None else len(inputs["position_ids"])
-    call = partial(create_masks, config, torch.zeros(batch, 5, 48), past_key_values=None, **inputs)
-    if named:
-        assert call()["documents"] is not None
-    else:
-        with pytest.raises(ValueError, match="flash attention separates documents only within one unpadded row"):
-            call()
 
 
 def test_flash_attention_refuses_to_continue_a_pack():

@@ -11,7 +11,7 @@ from kvshift.recipes.alternatives import study as alternatives
 from kvshift.recipes.alternatives.study import MODELS, OURS, READINGS
 from kvshift.recipes.fig01a import study as fig01a
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import directions, made_up
 
 pytestmark = pytest.mark.no_models
 RECIPE = alternatives.RECIPE
@@ -28,10 +28,6 @@ def records(ratios: dict[str, list[float]]) -> list[Record]:
                 curve = {"step": [1, at, 400], "first_repeat": [0.1, 0.9, 1.0], "loss": [3.0, 1.0, 0.5]}
                 found.append(made_up(alternatives._arm(model, reading), seed, curve=curve, options=OPTIONS))
     return found
-
-
-def verdicts(ratios: dict[str, list[float]]) -> dict[str, str]:
-    return {claim.statement: claim.direction for claim in RECIPE.claims(records(ratios))}
 
 
 @pytest.mark.parametrize("preset", RECIPE.presets)
@@ -59,7 +55,7 @@ def test_readings_differ_from_ours_in_one_thing(preset: str):
     ],
 )
 def test_each_reading_has_its_verdict_and_whether_it_matters(ratios: list[float], half: str, alike: str):
-    found = verdicts({"mode latest": ratios})
+    found = directions(RECIPE, records({"mode latest": ratios}))
     assert len(found) == 7
     for statement, direction in found.items():
         if "half" in statement:

@@ -13,11 +13,12 @@ from kvshift.lab.core.options import to_json
 from kvshift.lab.data.config import SHARED_DATA_ENV
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.jobs import with_available_text
+from kvshift.lab.study.models import flops_per_token
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
 
-from ..lab.study.cases import made_up, ran
+from ..lab.study.cases import directions, made_up, ran
 
 RECIPE = depth.RECIPE
 
@@ -26,7 +27,7 @@ def record(layers: int, variant: str, losses: list[float], seed: int = 0) -> Rec
     """Return a run with these losses after 100, 200, ... steps."""
     (job,) = [
         replace(job, config=replace(job.config, model=replace(job.config.model, num_hidden_layers=layers)))
-        for job in depth.jobs("laptop", [seed])
+        for job in RECIPE.jobs("laptop", [seed])
         if job.arm == Arm(variant=variant, layers=2)
     ]
     options = to_json(job.config) | {"steps": 100 * len(losses), "data_facts": {"tokens": 1024}}
@@ -46,15 +47,6 @@ def records(gains: dict[int, list[float]], *, base: float = 4.0) -> list[Record]
     return found
 
 
-def directions(given: list[Record]) -> dict[str, str]:
-    return {claim.statement: claim.direction for claim in RECIPE.claims(given)}
-
-
-def test_no_run_of_the_laptop_reads_its_text_twice():
-    config = depth.LAPTOP
-    assert config.steps * config.batch_size <= 69_814  # sequences in the corpus, as a run recorded them
-
-
 @pytest.mark.parametrize(
     ("gains", "survives"),
     [
@@ -66,7 +58,7 @@ def test_no_run_of_the_laptop_reads_its_text_twice():
     ids=str,
 )
 def test_whether_the_gain_survives_depth(gains: dict[int, list[float]], survives: str):
-    found = directions(records(gains))
+    found = directions(RECIPE, records(gains))
     assert found["The gain with 8 layers is no smaller than with 2"] == survives
     several = len(gains[2]) > 1
     assert found["After 400 steps, 2 layers with KV shift: a lower loss than 2 without"] == (
@@ -83,7 +75,7 @@ def test_at_equal_compute_a_deep_model_has_taken_fewer_steps():
             vanilla = next(o for o in given if (o.arm.label, o.seed) == ("vanilla, 8 layers", one.seed))
             curve = {**one.curve, "loss": [*one.curve["loss"][:-1], vanilla.curve["loss"][-1] + 0.001 * one.seed]}
             given[at] = replace(one, curve=curve)
-    found = directions(given)
+    found = directions(RECIPE, given)
     assert found["After 400 steps, 8 layers with KV shift: a lower loss than 8 without"] == "not shown"
     assert found["With the compute of 2 layers, 8 layers with KV shift: a lower loss than 8 without"] == "holds"
     assert "With the compute of 2 layers, 2 layers with KV shift: a lower loss than 2 without" not in found
@@ -91,7 +83,7 @@ def test_at_equal_compute_a_deep_model_has_taken_fewer_steps():
 
 def test_compute_is_read_off_between_evaluations():
     one, deep = record(2, "vanilla", [4.0, 3.0, 2.0]), record(8, "vanilla", [4.0, 3.0, 2.0])
-    each = depth._flops(one)
+    each = flops_per_token(one)
     assert depth.at_compute(one, 250 * each) == pytest.approx(2.5)
     assert depth.at_compute(one, 300 * each) == depth.at_compute(one, 900 * each) == 2.0
     assert depth.at_compute(one, 10 * each) == 4.0
@@ -99,7 +91,7 @@ def test_compute_is_read_off_between_evaluations():
     flops = {
         layers: 6 * (layers * (4 * 64**2 + 3 * 64 * 192) + 1024 * 64) + layers * 12 * 64 * 64.5 for layers in (2, 8)
     }
-    assert (each, depth._flops(deep)) == (pytest.approx(flops[2]), pytest.approx(flops[8]))
+    assert (each, flops_per_token(deep)) == (pytest.approx(flops[2]), pytest.approx(flops[8]))
 
 
 def test_all_questions_are_ours():
@@ -167,7 +159,7 @@ def test_a_run_of_smoke(tmp_path: Path):
         job.at_rate(0.5).is_finished(tmp_path / "run")
     assert found.curve["step"] == [2, 4]
     assert "eval_losses_per_row" not in found.result
-    assert depth._flops(found) > 0
+    assert flops_per_token(found) > 0
 
 
 def test_what_is_kept_of_a_run_is_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,7 @@ TRAIN = [
     for name, entry in CATALOGUE.items()
     for preset in entry.presets
     if preset not in ("smoke", "paper")  # smoke decides nothing, and the paper gives its rates
-    and any(isinstance(job, RunJob) for job in find_recipe(name).jobs(preset, [0]))
+    and any(isinstance(job, RunJob) for job in find_recipe(name).arms(preset))
 ]
 
 
@@ -35,8 +35,7 @@ def test_all_variants_get_one_grid_of_rates_chosen_by_seeds_that_are_not_reporte
         return
     assert size.grid is not None
     assert len(size.grid.rates) >= FEWER_RATES.get((name, preset), 4)
-    assert not set(size.grid.seeds) & set(range(size.seeds))
-    assert find_recipe(name).tuned_by is not None
+    assert not set(size.grid.seeds) & set(size.seed_numbers())
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in TRAIN}))

@@ -96,17 +96,6 @@ def test_claim_of_figure_1b() -> None:
     assert behind.direction == "fails"
 
 
-def test_models_have_the_papers_sizes() -> None:
-    """F = 8 E / 3, as a multiple of 8, gives the (rounded) parameter counts of the three models of Figure 9."""
-    from kvshift.lab.study.models import paper_proportions
-
-    for width, layers, heads, mlp, stated in ((1024, 4, 8, 2736, 50e6), (128, 2, 1, 344, 0.4e6), (8, 1, 1, 24, 0.8e3)):
-        options = paper_proportions(width, layers, "vanilla", heads=heads)
-        assert options.intermediate_size == mlp
-        beyond_embeddings = layers * (4 * width * width + 3 * width * mlp + 2 * width)
-        assert beyond_embeddings == pytest.approx(stated, rel=0.1)
-
-
 def test_the_papers_preset_is_the_papers() -> None:
     jobs = fig01a.RECIPE.jobs("paper", range(3))
     assert len(jobs) == 12

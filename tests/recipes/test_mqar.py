@@ -1,9 +1,8 @@
-"""The recipe `mqar`: its jobs, its verdicts and its figure, and one complete run."""
+"""The recipe `mqar`: its jobs, its verdicts and its figure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from kvshift.lab.study.tuning import tuning_jobs
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes.mqar import study as mqar
 
-from ..lab.study.cases import made_up, ran
+from ..lab.study.cases import made_up
 
 RECIPE = mqar.RECIPE
 
@@ -124,12 +123,3 @@ def test_each_width_is_a_panel_and_has_its_claims():
     assert [axes.get_title() for axes in panels] == [f"32 tokens, 4 pairs, width {width}" for width in (64, 128)]
     labels = [Arm(variant=variant, layers=layers).label for layers, variant in mqar.MODELS]
     assert panels[0].get_legend_handles_labels()[1] == [*labels, "chance"]
-
-
-def test_a_run_of_smoke(tmp_path: Path):
-    job = RECIPE.jobs("smoke", [3])[-1]
-    assert job.arm.label == "KV-shift, 1 layer, 16 tokens, width 8"
-    found = ran(job, tmp_path)
-    assert found.curve["step"] == [2, 4]
-    assert found.result["evaluation"]["rows"] == 9
-    assert mqar._cells([found]) == [Arm(length=16, width=8)]

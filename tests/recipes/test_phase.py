@@ -21,7 +21,7 @@ from kvshift.recipes.phase import study as phase
 from kvshift.recipes.phase.changes import PhaseChanges
 from kvshift.recipes.phase.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_per_step, tokens_to_level
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import directions, made_up
 
 RECIPE = phase.RECIPE
 STEPS = [100 * at for at in range(1, 11)]
@@ -72,10 +72,6 @@ def records(
     return found
 
 
-def claims(given: list[Record]) -> dict[str, str]:
-    return {claim.statement: claim.direction for claim in RECIPE.claims(given)}
-
-
 FIVE = [300.0, 310, 320, 330, 340]
 LATER = [700.0, 740, 780, 720, 760]
 NEVER = [math.inf] * 5
@@ -87,13 +83,6 @@ def test_every_run_is_probed(preset: str):
     jobs = RECIPE.jobs(preset, [0, 7])
     assert len(jobs) == 8
     assert {job.config.probes for job in jobs} == {"induction"}  # type: ignore[attr-defined]
-
-
-def test_nothing_is_read_twice():
-    rows = {512: 64_477, 1024: 52_334, 2048: 44_384, 4096: 38_383}  # counted in the corpus, by vocabulary size
-    for config in [*(setting.config() for setting in SEARCH), phase.LAPTOP]:
-        assert config.steps * config.batch_size <= rows[config.data.vocab_size]
-        assert config.steps * config.batch_size * config.data.sequence_length <= 25_000_000
 
 
 def test_the_search_tries_each_setting_once_and_vanilla_alone():
@@ -139,7 +128,7 @@ def test_when_a_model_changes_is_read_off_between_evaluations():
     ids=str,
 )
 def test_whether_models_with_the_shift_change_sooner(theirs: list[float], verdict: str):
-    found = claims(records(FIVE, theirs, GAINS))
+    found = directions(RECIPE, records(FIVE, theirs, GAINS))
     for layers in ("1 layer", "2 layers"):
         assert found[f"KV-shift, {layers}: a prefix matching of 0.2 sooner than vanilla, {layers}"] == verdict
 
@@ -155,7 +144,7 @@ def test_whether_models_with_the_shift_change_sooner(theirs: list[float], verdic
     ids=str,
 )
 def test_whether_the_gain_survives_the_change_of_plain_attention(theirs, gains, verdict):
-    found = claims(records(FIVE, theirs, gains))
+    found = directions(RECIPE, records(FIVE, theirs, gains))
     assert found["2 layers: the gain survives plain attention's own change"] == verdict
 
 
@@ -163,9 +152,9 @@ def test_where_the_gain_is():
     at_end = "2 layers, at the end:"
     larger = f"{at_end} the gain is larger on pairs seen in the row before than on targets that follow a new token"
     plain = f"{at_end} plain attention has the lower loss on targets that follow a new token"
-    found = claims(records(FIVE, LATER, GAINS))
+    found = directions(RECIPE, records(FIVE, LATER, GAINS))
     assert (found[larger], found[plain]) == ("holds", "holds")
-    found = claims(records(FIVE, LATER, GAINS, kinds=(1.0, 1.0, 3.0)))
+    found = directions(RECIPE, records(FIVE, LATER, GAINS, kinds=(1.0, 1.0, 3.0)))
     assert (found[larger], found[plain]) == ("fails", "fails")
 
 

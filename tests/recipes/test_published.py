@@ -1,4 +1,7 @@
-"""Published records match the current presets: changing an option, grid or seed requires new runs."""
+"""Published records match the current presets: changing an option, grid or seed requires new runs.
+
+No published run reads its text twice.
+"""
 
 from __future__ import annotations
 
@@ -33,5 +36,7 @@ def test_published_runs_are_those_of_the_preset(name: str, preset: str) -> None:
         tunes = tuning_jobs(recipe.jobs(preset, grid.seeds), grid)
         jobs = [*tunes, *at_best_rates(jobs, best_rates(tuning, recipe.tuned_by))]
     by_run = {(record.arm, record.seed): record for record in records}
+    for options in (record.options for record in records if "data_facts" in record.options):
+        assert options["steps"] * options["batch_size"] <= options["data_facts"]["train_rows"], "a text is read twice"
     assert {(job.arm, job.seed) for job in jobs} == set(by_run)
     assert {job.arm: lines for job in jobs if (lines := job.other_options(by_run[job.arm, job.seed].options))} == {}

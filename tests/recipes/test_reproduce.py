@@ -14,7 +14,6 @@ from kvshift import cli
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim
-from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import Computation
 from kvshift.lab.study.recipe import Recipe, without_tuning_runs
 from kvshift.lab.study.records import read_records
@@ -25,7 +24,7 @@ from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.listing import list_or_reproduce
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
-from ..lab.study.cases import Counting, runs
+from ..lab.study.cases import Counting, counting_recipe, runs
 
 
 def drawing(records):
@@ -43,19 +42,12 @@ def claims(records):
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    entry = Entry(name="abacus", title="counting with beads", presets={"smoke": Preset(seeds=2, cost="nothing")})
-    made = Recipe(
-        entry=entry,
-        source="Figure 0",
-        jobs=lambda preset, seeds: [Counting(label=f"Beads, {kind}", seed=seed) for kind in "ab" for seed in seeds],
-        plot=drawing,
-        claims=claims,
-        notes=("The paper does not say which beads.",),
-    )
+    notes = ("The paper does not say which beads.",)
+    made = replace(counting_recipe("ab"), plot=drawing, claims=claims, notes=notes)
     find = lambda name: made if name == "abacus" else find_recipe(name)  # noqa: E731
     for place in (module, catalogue):
         monkeypatch.setattr(place, "find_recipe", find)
-    monkeypatch.setattr(listing, "CATALOGUE", {"abacus": entry})
+    monkeypatch.setattr(listing, "CATALOGUE", {"abacus": made.entry})
     return made
 
 
@@ -111,13 +103,20 @@ def test_what_is_finished_is_kept(recipe: Recipe, tmp_path: Path, capsys: pytest
     assert "2 of 6 runs are already finished" in capsys.readouterr().err
 
 
+def test_the_seeds_of_a_preset_need_not_begin_at_0(recipe: Recipe, tmp_path: Path, monkeypatch) -> None:
+    presets = {"smoke": replace(recipe.presets["smoke"], first_seed=2000)}
+    pilot = replace(recipe, entry=replace(recipe.entry, presets=presets))
+    monkeypatch.setattr(module, "find_recipe", lambda name: pilot)
+    for seeds, expected in ((None, {2000, 2001}), (3, {2000, 2001, 2002})):
+        reproduce(config(tmp_path, seeds=seeds))
+        assert {record.seed for record in read_records(tmp_path / "abacus/smoke/records.jsonl")} == expected
+
+
 def test_failed_runs_are_named_and_tried_again(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = replace(
-        recipe, jobs=lambda preset, seeds: [Counting(label="Beads, a", ends="badly"), Counting(label="b")]
-    )
+    failing = replace(recipe, arms=lambda preset: [Counting(label="Beads, a", ends="badly"), Counting(label="b")])
     monkeypatch.setattr(module, "find_recipe", lambda name: failing)
     with pytest.raises(RunFailedError, match=r"1 of 2 runs failed; .*\n  Beads, a, seed 0: the beads are lost"):
-        reproduce(config(tmp_path))
+        reproduce(config(tmp_path, seeds=1))
     folder = tmp_path / "abacus" / "smoke"
     assert [record.arm.label for record in read_records(folder / "records.jsonl")] == ["b"]
     assert not (folder / "report.md").exists()

@@ -12,10 +12,10 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.study.arm import arm_from_label
 from kvshift.lab.study.claims import not_testable
 from kvshift.lab.study.preset_report import report
-from kvshift.lab.study.records import load_records, read_records, write_records
-from kvshift.recipes import results_pages, summary
+from kvshift.lab.study.records import read_records, write_records
+from kvshift.recipes import results_pages
 from kvshift.recipes.catalogue import find_recipe
-from kvshift.recipes.summary import SUMMARY_ROWS, summary_page
+from kvshift.recipes.results_pages import SUMMARY_ROWS, complete_presets, results_page, summary_page
 
 from ..lab.analysis.run_folders import write_pair
 from ..lab.study.cases import made_up
@@ -59,14 +59,6 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
-def test_records_come_back_as_they_were(results: Path) -> None:
-    path = results / "fig01a" / "laptop.jsonl"
-    records = read_records(path)
-    assert len(records) == 8
-    write_records(path.with_name("again.jsonl"), records)
-    assert path.with_name("again.jsonl").read_bytes() == path.read_bytes()
-
-
 def test_a_broken_record_is_named(results: Path) -> None:
     path = results / "fig01a" / "laptop.jsonl"
     path.write_text(path.read_text() + '{"label": "x"}\n')
@@ -75,7 +67,7 @@ def test_a_broken_record_is_named(results: Path) -> None:
 
 
 def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(results: Path) -> None:
-    text = results_pages.results_page(results_pages.complete_presets(results))
+    text = results_page(complete_presets(results))
     table = text.partition("\n## ")[0]
     assert table.count("| [fig01a](#fig01a-laptop-one-layer-learns-induction) |") == 4
     assert "\n## fig01a, laptop: one layer learns induction\n" in text
@@ -85,7 +77,7 @@ def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(resu
 
 
 def test_what_runs_at_one_rate_decide_is_decided_at_one_rate(results: Path) -> None:
-    lines = results_pages.results_page(results_pages.complete_presets(results)).splitlines()
+    lines = results_page(complete_presets(results)).splitlines()
     decided = [line for line in lines if line.startswith("| [fig01a]") and "**not shown**" not in line]
     assert decided
     assert all("| one for all | **" in line and line.endswith("** at one rate |") for line in decided)
@@ -102,7 +94,7 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
                 replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=arm_from_label(label))
             )
     write_records(path, records)
-    text = results_pages.results_page(results_pages.complete_presets(results))
+    text = results_page(complete_presets(results))
     assert "| own best of 3 | **" in text
     assert "at one rate |" not in text
     assert "At an end of the grid, so a better rate may lie beyond it: vanilla, 2 layers (0.004)." in text
@@ -115,7 +107,7 @@ def test_where_rates_are_the_question_each_model_has_several(results: Path) -> N
         options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
         records = [replace(record, options=options) if record.seed == seed else record for record in records]
     write_records(path, records)
-    text = results_pages.results_page(results_pages.complete_presets(results))
+    text = results_page(complete_presets(results))
     assert "| several for each | **" in text
     assert "at one rate |" not in text
 
@@ -125,7 +117,7 @@ def test_rates_that_follow_from_the_size_are_one_for_each(results: Path) -> None
     smaller = {**OPTIONS, "model": {"family": "llama", "hidden_size": 12}, "optimizer": {"learning_rate": 0.004}}
     records = [replace(r, options=smaller) if r.arm.label == "vanilla, 1 layer" else r for r in read_records(path)]
     write_records(path, records)
-    assert "| one for each size | **" in results_pages.results_page(results_pages.complete_presets(results))
+    assert "| one for each size | **" in results_page(complete_presets(results))
 
 
 def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +125,7 @@ def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypa
     first, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
     changed = replace(recipe, claims=lambda records: [replace(first, own=True), *others])
     monkeypatch.setattr(results_pages, "find_recipe", lambda name: changed)
-    paper, _, own = results_pages.results_page(results_pages.complete_presets(results)).partition(
-        "\n## Our own questions\n"
-    )
+    paper, _, own = results_page(complete_presets(results)).partition("\n## Our own questions\n")
     assert first.statement not in paper
     assert all(claim.statement in paper for claim in others)
     own, _, section = own.partition("\n## ")
@@ -147,7 +137,7 @@ def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypa
 
 
 def test_steps_to_both_levels_stand_by_model(results: Path) -> None:
-    text = results_pages.results_page(results_pages.complete_presets(results))
+    text = results_page(complete_presets(results))
     # 0.9 at the third evaluation; 0.99 at step 400 in one seed and 394.7 in the other: 397.4 e^(+-0.0841)
     [row] = [line for line in text.splitlines() if line.startswith("| vanilla, 2 layers |")]
     _, _, ninety, ninety_nine, _ = row.split("|")
@@ -199,7 +189,7 @@ def test_a_claim_that_two_recipes_share_stands_once_with_both_links(
     monkeypatch.setattr(results_pages, "CATALOGUE", {"fig01a": recipe.entry, "fig01b": other.entry})
     (results / "fig01b").mkdir()
     shutil.copy(results / "fig01a" / "laptop.jsonl", results / "fig01b")
-    table = results_pages.results_page(results_pages.complete_presets(results)).partition("\n## ")[0]
+    table = results_page(complete_presets(results)).partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| [fig01a]")]
     assert len(rows) == 4
     assert all(row.startswith("| [fig01a](") and ", [fig01b](#fig01b-laptop-" in row for row in rows)
@@ -212,7 +202,7 @@ def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.
     claims = [replace(first, direction="holds", by="arithmetic"), not_testable(second, "it is too small"), *others]
     changed = replace(recipe, claims=lambda records: claims)
     monkeypatch.setattr(results_pages, "find_recipe", lambda name: changed)
-    text = results_pages.results_page(results_pages.complete_presets(results))
+    text = results_page(complete_presets(results))
     assert "| one for all | **holds** by arithmetic |" in text
     assert "| one for all | **not testable here** |" in text  # not "at one rate"
     assert f"it is too small; {second.note} | **not testable here** |" in text
@@ -221,8 +211,10 @@ def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.
 PROJECT = Path(__file__).parents[2]
 
 
-def test_the_summary_says_what_the_results_say_in_a_dozen_rows() -> None:
-    short = summary_page(PROJECT / "results", results_pages._anchor)
+def test_the_summary_says_what_the_results_say_in_a_dozen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_pages, "CATALOGUE", dict.fromkeys(row.recipe for row in SUMMARY_ROWS))
+    found = complete_presets(PROJECT / "results")
+    short = summary_page(found)
     long = (PROJECT / "docs/results.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in short.splitlines() if line.startswith("| ")][1:]
     assert 10 <= len(rows) <= 17
@@ -232,7 +224,8 @@ def test_the_summary_says_what_the_results_say_in_a_dozen_rows() -> None:
         "not shown": "not shown",
         "not testable here": "not testable here",
     }
-    run = [m for m in SUMMARY_ROWS if load_records(PROJECT / "results", find_recipe(m.recipe), m.preset) is not None]
+    complete = {(each.recipe.name, each.preset) for each in found}
+    run = [row for row in SUMMARY_ROWS if (row.recipe, row.preset) in complete]
     for (_, ours, verdict, _, link), main in zip(rows, run, strict=True):
         found = [line for line in long.splitlines() if f"[{main.recipe}](#" in line and f"| {main.statement}" in line]
         (line,) = [line for line in found if f"| {main.preset} |" in line]
@@ -243,10 +236,7 @@ def test_the_summary_says_what_the_results_say_in_a_dozen_rows() -> None:
 
 
 def test_a_summary_of_a_claim_that_is_gone_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = results_pages.find_recipe("fig01a")
-    monkeypatch.setattr(summary, "find_recipe", lambda name: recipe)
-    monkeypatch.setattr(
-        summary, "SUMMARY_ROWS", [summary.SummaryRow("Something", "fig01a", "laptop", "One layer with KV shift flies")]
-    )
+    row = results_pages.SummaryRow("Something", "fig01a", "laptop", "One layer with KV shift flies")
+    monkeypatch.setattr(results_pages, "SUMMARY_ROWS", [row])
     with pytest.raises(LabError, match=r"fig01a laptop must have one claim 'One layer with KV shift flies' .*got 0"):
-        summary_page(results, results_pages._anchor)
+        summary_page(complete_presets(results))

@@ -5,33 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
-from kvshift.lab.study.entry import Entry, Preset
-from kvshift.lab.study.recipe import Recipe
 from kvshift.lab.study.records import load_records, read_records, write_records
 from kvshift.lab.study.run_study import job_folder
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
-from ..lab.study.cases import Counting, made_up, runs
+from ..lab.study.cases import Counting, counting_recipe, made_up, runs
 
 pytestmark = pytest.mark.no_models
 
 
-def counting(name: str, labels: str) -> Recipe:
-    presets = {"smoke": Preset(seeds=2, cost="nothing")}
-    return Recipe(
-        entry=Entry(name=name, title="counting", presets=presets, study="counting"),
-        source="Figure 0",
-        jobs=lambda preset, seeds: [Counting(label=f"Beads, {label}", seed=seed) for label in labels for seed in seeds],
-        plot=lambda records: Figure(),
-        claims=lambda records: [],
-    )
-
-
 def test_what_two_recipes_share_is_run_once_and_kept_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = {"abacus": counting("abacus", "ab"), "rosary": counting("rosary", "bc")}
+    recipes = {
+        name: counting_recipe(labels, name=name, study="counting")
+        for name, labels in (("abacus", "ab"), ("rosary", "bc"))
+    }
     monkeypatch.setattr(module, "find_recipe", recipes.__getitem__)
     kept, out = tmp_path / "kept", tmp_path / "out"
     for done, name in enumerate(recipes):
@@ -52,7 +41,7 @@ def test_what_two_recipes_share_is_run_once_and_kept_together(tmp_path: Path, mo
 
 
 def test_of_a_study_seeds_count_that_all_labels_have(tmp_path: Path) -> None:
-    recipe = counting("abacus", "ab")
+    recipe = counting_recipe("ab", study="counting")
     records = [made_up(f"Beads, {label}", seed) for label in "ab" for seed in (0, 1, 2)]
     write_records(tmp_path / "counting/smoke.jsonl", records[:-1])  # the last seed of b is missing
     found = load_records(tmp_path, recipe, "smoke")

@@ -29,8 +29,6 @@ from kvshift.lab.core.options import OptionTrait, option_names, options_hash
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
 
-__all__ = ["BenchConfig", "bench"]
-
 _MODULES: dict[Part, str] = {
     "op": "operator",
     "layer": "layer",
@@ -72,14 +70,11 @@ def bench(config: BenchConfig) -> None:
         print(f"{SMOKE}.\n")
     for path in written:
         print(path.resolve())
-    problems = [f"{row['part']}, {row['case']}, {row['contestant']}: {row['problem']}" for row in rows if _failed(row)]
+    failed = [row for row in rows if row.get("problem")]
+    problems = [f"{row['part']}, {row['case']}, {row['contestant']}: {row['problem']}" for row in failed]
     if problems:
         listed = "\n  ".join(problems)
         raise RunFailedError(f"{len(problems)} of {len(rows)} implementations could not be measured:\n  {listed}")
-
-
-def _failed(row: Mapping[str, Any]) -> bool:
-    return bool(row.get("problem"))
 
 
 def _cases(part: Part) -> Callable[[Session], Iterator[Case]]:

@@ -205,13 +205,7 @@ def draw(rows: Sequence[Row]) -> Figure | None:
 def _draw_operator(axes: Axes, rows: Sequence[Row]) -> None:
     """Plot one row of markers per implementation; colors and fills distinguish dtypes, markers distinguish shapes."""
     names = list(dict.fromkeys(row["contestant"] for row in rows))[::-1]
-    dtypes = dict(
-        zip(
-            dict.fromkeys(row["dtype"] for row in rows),
-            _DTYPES,
-            strict=False,
-        )
-    )
+    dtypes = dict(zip(dict.fromkeys(row["dtype"] for row in rows), _DTYPES, strict=False))
     shapes = dict(zip(dict.fromkeys(tuple(row["shape"]) for row in rows), "o^sDv", strict=False))
     for row in rows:
         (color, fill), marker = dtypes[row["dtype"]], shapes[tuple(row["shape"])]

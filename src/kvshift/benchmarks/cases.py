@@ -129,13 +129,11 @@ def measure_case(case: Case, device: torch.device) -> list[Row]:
                     row["problem"] = f"failed: {times[name].failure}"
                     continue
                 row |= _timing(implementation, times[name], times.get(case.baseline))
-                row |= _bandwidth(
-                    implementation, times[name], implementations.get(case.baseline), times.get(case.baseline)
-                )
             row |= _memory(implementation, device)
         except Exception as error:
             row["problem"] = f"failed: {describe(error)}"
-    _compare_memory(list(found.values()), found.get(case.baseline, {}))
+    for row in found.values():
+        row |= _relative_to(found.get(case.baseline, {}), row)
     implementations.clear()
     timed.clear()
     gc.collect()
@@ -145,7 +143,7 @@ def measure_case(case: Case, device: torch.device) -> list[Row]:
 
 
 def _timing(implementation: Implementation, times: Times, baseline: Times | None) -> Row:
-    """Return median and quartiles of the milliseconds, and of the ratios to the baseline in the same round."""
+    """Return milliseconds, their ratios to the baseline in the same round, and GB/s for the bytes that must move."""
     each = quartiles([1e3 * seconds / implementation.per_call for seconds in times.seconds])
     row: Row = {
         "milliseconds": each.median,
@@ -159,27 +157,23 @@ def _timing(implementation: Implementation, times: Times, baseline: Times | None
     if baseline is not None and baseline.failure is None:
         ratio = ratios(times, baseline)
         row |= {"ratio": ratio.median, "ratio_low": ratio.low, "ratio_high": ratio.high}
+    if implementation.moved_bytes:
+        row["moved_bytes"] = implementation.moved_bytes
+        row["gb_per_second"] = implementation.moved_bytes / quartiles(times.seconds).median / 1e9
     return row
 
 
-def _bandwidth(implementation: Implementation, times: Times, copy: Implementation | None, copied: Times | None) -> Row:
-    """Return the bandwidth in GB/s for the bytes that must move, and its share of the baseline's if that is known."""
-    if not implementation.moved_bytes:
-        return {}
-    speed = implementation.moved_bytes / quartiles(times.seconds).median / 1e9
-    row: Row = {"moved_bytes": implementation.moved_bytes, "gb_per_second": speed}
-    if copy is not None and copy.moved_bytes and copied is not None and copied.failure is None:
-        row["of_copy"] = speed / (copy.moved_bytes / quartiles(copied.seconds).median / 1e9)
-    return row
-
-
-def _compare_memory(rows: list[Row], baseline: Row) -> None:
-    """Add to each row its saved and peak bytes relative to the baseline, as (bytes / baseline - 1)."""
-    for name in ("saved", "peak"):
-        base = baseline.get(f"{name}_bytes")
-        for row in rows:
-            if base and f"{name}_bytes" in row:
-                row[f"{name}_more"] = row[f"{name}_bytes"] / base - 1
+def _relative_to(baseline: Row, row: Row) -> Row:
+    """Return bandwidth / baseline, and (bytes / baseline - 1) of the saved and the peak bytes."""
+    found: Row = {}
+    for name, relative, less in (
+        ("gb_per_second", "of_copy", 0),
+        ("saved_bytes", "saved_more", 1),
+        ("peak_bytes", "peak_more", 1),
+    ):
+        if name in row and baseline.get(name):
+            found[relative] = row[name] / baseline[name] - less
+    return found
 
 
 def _memory(implementation: Implementation, device: torch.device) -> Row:

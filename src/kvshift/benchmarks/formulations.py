@@ -137,9 +137,6 @@ def per_head(grad: Tensor, heads: int) -> Tensor:
     return grad.unflatten(0, (heads, -1)).float().sum(1).flip(1)
 
 
-_NOT_COMPILED = "torch.compile is not measured: preset smoke or --no-compile"
-
-
 def formulations_without_rotary(k: Tensor, compiled: bool) -> list[Formulation]:
     """Return all formulations for tensors like k, (B, T, G, D), without a rotary embedding; plain ones first."""
     plain = Formulation(
@@ -160,18 +157,14 @@ def formulations_without_rotary(k: Tensor, compiled: bool) -> list[Formulation]:
             found.append(
                 Formulation(name=f"kv_shift, {backend}", function=kv_shift_function(backend), left_out=refusal)
             )
-    return _left_out_last([*found, _by_compiler(shift, compiled)])
+    return [*found, _by_compiler(shift, compiled)]
 
 
 def _by_compiler(formulation: Formulation, compiled: bool) -> Formulation:
     name = f"{formulation.name}, compiled"
     if not compiled:
-        return replace(formulation, name=name, left_out=_NOT_COMPILED)
+        return replace(formulation, name=name, left_out="torch.compile is not measured: preset smoke or --no-compile")
     return replace(formulation, name=name, function=torch.compile(formulation.function, dynamic=False))
-
-
-def _left_out_last(found: list[Formulation]) -> list[Formulation]:
-    return sorted(found, key=lambda one: (one.left_out is not None, one.left_out == _NOT_COMPILED))
 
 
 def _unsupported_reason(backend: str, k: Tensor) -> str | None:
@@ -282,7 +275,7 @@ def formulations_with_rotary(table: Table, compiled: bool) -> list[Formulation]:
     )
     refusal = triton_unsupported_reason(table[0], 2) if table[0].is_cuda else "needs a CUDA device"
     launches = [replace(one, left_out=refusal) for one in fused_formulations(table)]
-    return _left_out_last([alone, both, _by_compiler(alone, compiled), _by_compiler(both, compiled), *launches])
+    return [alone, both, _by_compiler(alone, compiled), _by_compiler(both, compiled), *launches]
 
 
 def fused_formulations(table: Table) -> list[Formulation]:

@@ -44,7 +44,7 @@ def train_cases(session: Session) -> Iterator[Case]:
 def prefill_cases(session: Session) -> Iterator[Case]:
     """Yield a case for each model of the preset."""
     for size in session.preset.models:
-        yield _case(session, "prefill", size, "", _prefill(session, size))
+        yield _case(session, "prefill", size, "", _prefill(size))
 
 
 def decode_cases(session: Session) -> Iterator[Case]:
@@ -206,7 +206,7 @@ def _training(session: Session, size: ModelSize, *, compiled: bool) -> Make:
     return make
 
 
-def _prefill(session: Session, size: ModelSize) -> Make:
+def _prefill(size: ModelSize) -> Make:
     def make(model: Any) -> Implementation:
         model.eval()
         ids = _ids(model, size.batch, size.length)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -94,76 +93,72 @@ class Preset:
     sweep: Sweep
 
 
-PRESETS: MappingProxyType[PresetName, Preset] = MappingProxyType(
-    {
-        "smoke": Preset(
-            rounds=3,
-            model_rounds=2,
-            compile=False,
-            shapes=((2, 67, 3, 16),),
+PRESETS: Mapping[PresetName, Preset] = {
+    "smoke": Preset(
+        rounds=3,
+        model_rounds=2,
+        compile=False,
+        shapes=((2, 67, 3, 16),),
+        dtypes=(torch.float32, torch.bfloat16),
+        layers=(LayerSize(batch=2, length=67, embed_dim=48, heads=6, kv_heads=3),),
+        models=(ModelSize(name="tiny Llama", fields=_TINY, batch=2, length=37, tokens=5),),
+        memory=(("0.2B", 512),),
+        sweep=Sweep(
+            base=(2, 64, 2, 16),
+            axes={"T": (64, 128, 256), "B": (1, 2, 4), "G": (1, 2, 4), "D": (8, 16, 32)},
+            dtypes=(torch.float32,),
+        ),
+    ),
+    "laptop": Preset(
+        rounds=30,
+        model_rounds=30,
+        compile=True,
+        shapes=((4, 2048, 4, 128), (8, 1024, 16, 64)),
+        dtypes=(torch.float32, torch.bfloat16),
+        layers=(
+            LayerSize(batch=4, length=512, embed_dim=512, heads=8, kv_heads=4),
+            LayerSize(batch=4, length=512, embed_dim=512, heads=8, kv_heads=4, dtype=torch.bfloat16),
+        ),
+        models=(
+            ModelSize(name="small Llama", fields=_SMALL, batch=8, length=512, tokens=64),
+            ModelSize(name="wider Llama", fields=_WIDER, batch=4, length=512, tokens=64),
+        ),
+        memory=(("0.2B", 4096), ("2.9B", 4096)),
+        sweep=Sweep(
+            base=(1, 4096, 4, 64),
+            axes={
+                "T": (512, 2048, 8192, 32_768, 131_072),
+                "B": (1, 2, 4, 8, 16),
+                "G": (1, 2, 4, 8, 16),
+                "D": (32, 64, 128, 256),
+            },
             dtypes=(torch.float32, torch.bfloat16),
-            layers=(LayerSize(batch=2, length=67, embed_dim=48, heads=6, kv_heads=3),),
-            models=(ModelSize(name="tiny Llama", fields=_TINY, batch=2, length=37, tokens=5),),
-            memory=(("0.2B", 512),),
-            sweep=Sweep(
-                base=(2, 64, 2, 16),
-                axes={"T": (64, 128, 256), "B": (1, 2, 4), "G": (1, 2, 4), "D": (8, 16, 32)},
-                dtypes=(torch.float32,),
-            ),
         ),
-        "laptop": Preset(
-            rounds=30,
-            model_rounds=30,
-            compile=True,
-            shapes=((4, 2048, 4, 128), (8, 1024, 16, 64)),
-            dtypes=(torch.float32, torch.bfloat16),
-            layers=(
-                LayerSize(batch=4, length=512, embed_dim=512, heads=8, kv_heads=4),
-                LayerSize(batch=4, length=512, embed_dim=512, heads=8, kv_heads=4, dtype=torch.bfloat16),
-            ),
-            models=(
-                ModelSize(name="small Llama", fields=_SMALL, batch=8, length=512, tokens=64),
-                ModelSize(name="wider Llama", fields=_WIDER, batch=4, length=512, tokens=64),
-            ),
-            memory=(("0.2B", 4096), ("2.9B", 4096)),
-            sweep=Sweep(
-                base=(1, 4096, 4, 64),
-                axes={
-                    "T": (512, 2048, 8192, 32_768, 131_072),
-                    "B": (1, 2, 4, 8, 16),
-                    "G": (1, 2, 4, 8, 16),
-                    "D": (32, 64, 128, 256),
-                },
-                dtypes=(torch.float32, torch.bfloat16),
-            ),
+    ),
+    "paper": Preset(
+        rounds=50,
+        model_rounds=20,
+        compile=True,
+        shapes=((8, 4096, 4, 128), (16, 2048, 16, 64)),
+        dtypes=(torch.bfloat16,),
+        layers=(
+            LayerSize(batch=4, length=4096, embed_dim=2560, heads=20, kv_heads=4, dtype=torch.bfloat16),
+            LayerSize(batch=8, length=4096, embed_dim=768, heads=12, kv_heads=4, dtype=torch.bfloat16),
         ),
-        "paper": Preset(
-            rounds=50,
-            model_rounds=20,
-            compile=True,
-            shapes=((8, 4096, 4, 128), (16, 2048, 16, 64)),
-            dtypes=(torch.bfloat16,),
-            layers=(
-                LayerSize(batch=4, length=4096, embed_dim=2560, heads=20, kv_heads=4, dtype=torch.bfloat16),
-                LayerSize(batch=8, length=4096, embed_dim=768, heads=12, kv_heads=4, dtype=torch.bfloat16),
-            ),
-            models=(
-                ModelSize(
-                    name="2.9B", size="2.9B", batch=2, length=4096, tokens=64, dtype=torch.bfloat16, fit_memory=True
-                ),
-                ModelSize(name="0.2B", size="0.2B", batch=8, length=4096, tokens=64, dtype=torch.bfloat16),
-            ),
-            memory=(("0.2B", 4096), ("2.9B", 4096)),
-            sweep=Sweep(
-                base=(4, 4096, 4, 128),
-                axes={
-                    "T": (512, 2048, 8192, 32_768, 131_072),
-                    "B": (1, 4, 16, 64),
-                    "G": (1, 4, 16, 64),
-                    "D": (32, 64, 128, 256),
-                },
-                dtypes=(torch.bfloat16, torch.float16, torch.float32),
-            ),
+        models=(
+            ModelSize(name="2.9B", size="2.9B", batch=2, length=4096, tokens=64, dtype=torch.bfloat16, fit_memory=True),
+            ModelSize(name="0.2B", size="0.2B", batch=8, length=4096, tokens=64, dtype=torch.bfloat16),
         ),
-    }
-)
+        memory=(("0.2B", 4096), ("2.9B", 4096)),
+        sweep=Sweep(
+            base=(4, 4096, 4, 128),
+            axes={
+                "T": (512, 2048, 8192, 32_768, 131_072),
+                "B": (1, 4, 16, 64),
+                "G": (1, 4, 16, 64),
+                "D": (32, 64, 128, 256),
+            },
+            dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        ),
+    ),
+}

@@ -216,8 +216,9 @@ def shift_and_cache(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if cache is not None:
         return q, *cache.update(k, v, layer_idx), SAVE_ALL
-    may_recompute = finish is None and torch.is_grad_enabled()
-    return q, k, v, recompute_shift_in_backward(shift, raw, (k, v), **where) if may_recompute else SAVE_ALL
+    if finish is not None or not torch.is_grad_enabled():
+        return q, k, v, SAVE_ALL
+    return q, k, v, recompute_shift_in_backward(shift, raw, (k, v), **where)
 
 
 class ShiftedDecoder:

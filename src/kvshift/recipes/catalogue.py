@@ -17,7 +17,7 @@ from kvshift.lab.study.notes import read_notes
 if TYPE_CHECKING:
     from kvshift.lab.study.recipe import Recipe
 
-_ORDER = (
+_ORDER = [
     "fig01a",
     "fig01b",
     "fig02",
@@ -53,7 +53,7 @@ _ORDER = (
     "encoder",
     "retrofit",
     "mqar",
-)
+]
 """Order of the list and of the results page; recipes that are not named here follow in alphabetical order."""
 
 

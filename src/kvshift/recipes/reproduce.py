@@ -44,16 +44,15 @@ def reproduce(config: ReproduceConfig) -> None:
     preset = recipe.presets[config.preset]
     folder = config.out / recipe.name / config.preset
     runs = config.out / recipe.entry.runs / config.preset
-    store = None if config.results is None else _store(config.results, recipe, config.preset)
+    store = None
+    if config.results is not None:
+        is_shared = recipe.entry.study is not None
+        store = RecordStore(config.results, recipe.entry.runs, config.preset, shared=is_shared)
     execution = StudyExecution(runs=runs, folder=folder, store=store, workers=config.jobs, cluster=config.cluster)
-    records = run_study(recipe, config.preset, range(config.seeds or preset.seeds), execution)
+    records = run_study(recipe, config.preset, preset.seed_numbers(config.seeds), execution)
     with RunFolder(folder).locked():
         write_records(folder / "records.jsonl", records)
         _show(recipe, config, folder, store, records)
-
-
-def _store(results: Path, recipe: Recipe, preset: str) -> RecordStore:
-    return RecordStore(results, recipe.entry.runs, preset, shared=recipe.entry.study is not None)
 
 
 def _show(

@@ -194,12 +194,6 @@ def test_text_and_markdown():
     ]
 
 
-@pytest.mark.parametrize("targets", [("k",), ("v",), ("q", "k", "v"), ()])
-def test_names(tmp_path, targets):
-    run = read_run(write_run(tmp_path / "run", shift_targets=targets))
-    assert run.name == {"k": "K-shift", "v": "V-shift", "qkv": "QKV-shift", "": "vanilla"}["".join(targets)]
-
-
 def test_run_folders_that_cannot_be_read(tmp_path):
     with pytest.raises(LabError, match=r"no finished run \(it has no result\.json\)"):
         read_run(tmp_path)

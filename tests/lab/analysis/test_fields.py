@@ -33,17 +33,6 @@ def test_panels_show_levels_streams_and_induction():
     assert induction.get_xydata().tolist() == [[0, 1]]
 
 
-def test_levels_may_be_others():
-    (axes,) = draw_fields({"exact": {"T = 102": loss_field(exact(102), 9)}}, levels=[4.61, 4.62]).axes
-    (contour,) = [drawn for drawn in axes.collections if hasattr(drawn, "levels")]
-    assert contour.levels.tolist() == [4.61, 4.62]
-
-
-def test_nothing_to_draw_is_named():
-    with pytest.raises(ValueError, match="rows must hold at least one field, got none"):
-        draw_fields({})
-
-
 def test_a_flow_is_four_lines_over_its_time():
     flow = take_steps(exact(8), start=(0.1, 0.2, 0.3, 0.4), learning_rate=0.25, steps=7)
     axes = Figure().add_subplot()

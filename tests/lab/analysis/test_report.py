@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.analysis import pages
-from kvshift.lab.analysis.probe_curves import PANELS
+from kvshift.lab.analysis.curves import PROBE_PANELS
 from kvshift.lab.analysis.report import verdicts, write_report
 
 from .narrow import Page, faults_on_a_phone
@@ -24,13 +24,6 @@ SAMPLES = {
     "temperature": 0.8,
     "texts": {"vanilla": "<b>What</b> & light", "KV-shift": "But soft"},
 }
-
-
-def written(out, seeds):
-    for seed in seeds:
-        write_pair(out, seed=seed, gain=0.1 + 0.01 * seed)
-    add_samples_and_step_time(out)
-    return write_report(out, seeds)
 
 
 def add_samples_and_step_time(out):
@@ -100,8 +93,8 @@ def test_what_probes_found_is_drawn_with_a_panel_for_each_number(one_seed):
     assert "<h2>Induction</h2>" in one_seed.text
     assert len(one_seed.page.fetched) == 3
     drawn = (one_seed.folder / "probes.svg").read_text(encoding="utf-8")
-    titles = {PANELS[name][0] for name in PANELS if f"<!-- {PANELS[name][0]} -->" in drawn}
-    assert titles == {PANELS[name][0] for name in ("prefix_matching", "repeat_loss", "loss_pair_seen")}
+    titles = {PROBE_PANELS[name][0] for name in PROBE_PANELS if f"<!-- {PROBE_PANELS[name][0]} -->" in drawn}
+    assert titles == {PROBE_PANELS[name][0] for name in ("prefix_matching", "repeat_loss", "loss_pair_seen")}
     assert (one_seed.folder / "probes.png").exists()
 
 
@@ -142,15 +135,6 @@ def test_summary_and_table_are_written(one_seed):
 def test_it_is_drawn_without_samples_and_step_time(one_seed):
     assert one_seed.summary["step_time"] is None
     assert "A sample of each" not in one_seed.text
-
-
-@pytest.mark.slow
-def test_drawn_twice_it_is_the_same_bytes(tmp_path):
-    written(tmp_path, [0])
-    files = ("report.html", "summary.json", "table.md", "curves.svg", "curves.png")
-    first = {name: (tmp_path / name).read_bytes() for name in files}
-    write_report(tmp_path, [0])
-    assert {name: (tmp_path / name).read_bytes() for name in files} == first
 
 
 def test_of_four_variants_all_are_shown(four_variants):

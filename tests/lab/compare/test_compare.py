@@ -14,17 +14,15 @@ from matplotlib.figure import Figure
 
 import kvshift.lab.compare.compare as module
 from kvshift.lab.analysis import report
-from kvshift.lab.analysis.comparison import summarize
-from kvshift.lab.analysis.report import read_paired_runs
 from kvshift.lab.compare import training_process
 from kvshift.lab.compare.compare import CompareConfig, child_config, compare
 from kvshift.lab.compare.training_process import TrainingError
 from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
-from kvshift.lab.core.options import to_json
-from kvshift.lab.data.config import DataConfig
 from kvshift.lab.options_file import parse
 from kvshift.lab.runs.folder import RunFolder
-from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
+from kvshift.lab.training.train_config import TrainConfig
+from kvshift.lab.variants.building import build_model, describe
+from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.lab.variants.model_config import ModelConfig
 
 from ..analysis.run_folders import write_run
@@ -64,40 +62,10 @@ def children(monkeypatch):
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """Compute the summary without the report, which takes a second to draw."""
-    monkeypatch.setattr(
-        module,
-        "write_report",
-        lambda out, seeds, variants, more: summarize([read_paired_runs(out, seed, variants) for seed in seeds]),
-    )
-
-
-@pytest.fixture
 def unplotted(monkeypatch):
     """Write the report without its plots, which take a second to draw."""
     monkeypatch.setattr(report, "plot_curves", lambda *args, **options: Figure(figsize=(1, 1)))
     monkeypatch.setattr(report, "plot_coefficients", lambda folder: None)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        TrainConfig(out=Path("somewhere")),
-        TrainConfig(out=Path("a b"), model=ModelConfig(shift_targets=()), report_to=(), steps=7, progress=False),
-        TrainConfig(out=Path("x"), report_to=("wandb", "tensorboard"), compile=True, tokens_per_step=8192),
-        TrainConfig(
-            out=Path("/x"),
-            model=ModelConfig(shift_targets=("k",), tie_word_embeddings=True, qk_norm=False, config=Path("m.json")),
-            data=DataConfig(corpus="books/*.txt", packing="documents", streaming=True, tokenizer="gpt2"),
-            optimizer=OptimizerConfig(learning_rate=3e-4, schedule="wsd", warmup_steps=0),
-        ),
-        TrainConfig(out=Path("x"), model=ModelConfig(freeze_shift=True, shift_init="identity", rope_theta=1e5)),
-    ],
-)
-def test_a_child_is_handed_its_options_as_a_file(config, tmp_path):
-    (tmp_path / "options.json").write_text(json.dumps(to_json(config)))
-    assert parse(TrainConfig, ["--config", str(tmp_path / "options.json")]) == config
 
 
 def test_twins_differ_in_the_shift_alone():
@@ -155,18 +123,27 @@ def test_one_seed_ends_with_the_command_for_three(seeds, tmp_path, children, unp
 
 
 @pytest.mark.slow
-def test_all_seeds_are_run_and_shown(tmp_path, children, capsys):
-    summary = compare(config_for(tmp_path / "out", seeds=2, seed=3))
-    assert children == ["seed-3/vanilla", "seed-3/kvshift", "seed-4/vanilla", "seed-4/kvshift"]
+def test_all_seeds_and_variants_are_run_and_shown(tmp_path, children, capsys):
+    config = replace(config_for(tmp_path / "out", seeds=2, seed=3), variants=("vanilla", "smear", "kv-shift"))
+    summary = compare(config)
+    assert children == [f"seed-{seed}/{name}" for seed in (3, 4) for name in ("vanilla", "smear", "kvshift")]
+    options = [json.loads((tmp_path / "out" / "seed-4" / f"{n}.json").read_text()) for n in ("vanilla", "smear")]
+    assert [each["model"]["variant"] for each in options] == [None, "smear"]
+    assert [each["model"]["shift_targets"] for each in options] == [[], []]
     out, err = capsys.readouterr()
-    assert f"seed 3, vanilla (1 of 4): kvshift train --config {tmp_path / 'out' / 'seed-3' / 'vanilla.json'}\n" in err
-    assert f"Validation loss: {summary['verdicts']['kv-shift']['text']}." in out
-    assert "2 seeds" in summary["verdicts"]["kv-shift"]["text"]
+    assert f"seed 3, vanilla (1 of 6): kvshift train --config {tmp_path / 'out' / 'seed-3' / 'vanilla.json'}\n" in err
+    assert list(summary["verdicts"]) == ["smear", "kv-shift"]
+    assert "2 seeds" in summary["verdicts"]["kv-shift"]["text"] in out
+    assert re.search(r"^ +vanilla +smear +KV-shift +smear to vanilla +KV-shift to vanilla$", out, re.MULTILINE)
     assert re.search(r"^validation loss, seed 4 ", out, re.MULTILINE)
     for path in re.findall(r"/\S+", out)[-6:]:
         assert Path(path).is_relative_to((tmp_path / "out").resolve())
         assert Path(path).exists()
     assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
+    children.clear()
+    again = compare(replace(config, variants=("vanilla", "kv-shift")))
+    assert children == []
+    assert list(again["verdicts"]) == ["kv-shift"]
 
 
 def test_once_finished_it_only_draws(tmp_path, children, unplotted, capsys):
@@ -180,31 +157,13 @@ def test_once_finished_it_only_draws(tmp_path, children, unplotted, capsys):
     assert (tmp_path / "out" / "report.html").read_bytes() == first
 
 
-def test_seeds_can_be_added_and_left_out(tmp_path, children, undrawn):
+def test_seeds_can_be_added_and_left_out(tmp_path, children, unplotted):
     compare(config_for(tmp_path / "out"))
     children.clear()
     assert len(compare(config_for(tmp_path / "out", seeds=3))["seeds"]) == 3
     assert children == ["seed-1/vanilla", "seed-1/kvshift", "seed-2/vanilla", "seed-2/kvshift"]
     assert len(compare(config_for(tmp_path / "out", seeds=2))["seeds"]) == 2
     assert len(children) == 4
-
-
-@pytest.mark.slow
-def test_three_variants(tmp_path, children, capsys):
-    config = replace(config_for(tmp_path / "out", seeds=2), variants=("vanilla", "smear", "kv-shift"))
-    summary = compare(config)
-    assert children == [f"seed-{seed}/{name}" for seed in (0, 1) for name in ("vanilla", "smear", "kvshift")]
-    assert list(summary["verdicts"]) == ["smear", "kv-shift"]
-    options = [json.loads((tmp_path / "out" / "seed-1" / f"{n}.json").read_text()) for n in ("vanilla", "smear")]
-    assert [each["model"]["variant"] for each in options] == [None, "smear"]
-    assert [each["model"]["shift_targets"] for each in options] == [[], []]
-    assert re.search(
-        r"^ +vanilla +smear +KV-shift +smear to vanilla +KV-shift to vanilla$", capsys.readouterr().out, re.M
-    )
-    children.clear()
-    again = compare(replace(config, variants=("vanilla", "kv-shift")))
-    assert children == []
-    assert list(again["verdicts"]) == ["kv-shift"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +176,7 @@ def test_three_variants(tmp_path, children, capsys):
         (130, 130, "signal SIGINT"),
     ],
 )
-def test_a_failed_run_ends_it_and_the_others_are_kept(tmp_path, children, undrawn, code, exit_code, words):
+def test_a_failed_run_ends_it_and_the_others_are_kept(tmp_path, children, unplotted, code, exit_code, words):
     children.codes = {"seed-1/vanilla": code}.items()
     with pytest.raises(TrainingError, match=rf"seed 1, vanilla \(3 of 4\): training ended with {words}") as failure:
         compare(config_for(tmp_path / "out", seeds=2))
@@ -229,7 +188,36 @@ def test_a_failed_run_ends_it_and_the_others_are_kept(tmp_path, children, undraw
     assert children == ["seed-1/vanilla", "seed-1/kvshift"]
 
 
-def test_other_options_in_one_folder_are_named(tmp_path, children, undrawn):
+def test_equal_parameters_are_recorded(tmp_path, children, unplotted):
+    config = replace(config_for(tmp_path / "out"), variants=("vanilla", "canon", "kv-shift"), equal_parameters=True)
+    compare(config)
+    options = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out" / "seed-0").glob("*.json")}
+    widths = {name: values["model"]["intermediate_size"] for name, values in options.items()}
+    canon = child_config(config.train, 0, "canon", equal_parameters=True).model.intermediate_size
+    assert widths == {"vanilla": None, "canon": canon, "kvshift": None}
+    with pytest.raises(LabError, match="equal_parameters: True there, None here"):
+        compare(replace(config, equal_parameters=False))
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "differential-wide"])  # needs even KV heads
+def test_equal_parameters_of_what_is_built(name, tmp_path):
+    model = ModelConfig(hidden_size=24, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+    train, unit = TrainConfig(out=tmp_path, model=model), 3 * 24 * 2  # parameters per unit of MLP width
+
+    def built(variant, **how):
+        """Return the number of parameters and the width of the MLPs."""
+        options = child_config(train, 0, variant, **how).model
+        size = describe(options, vocab_size=31, length=8)
+        return build_model(size, seed=0, variant=options.variant).num_parameters(), size.intermediate_size
+
+    vanilla, before = built("vanilla"), built(name)
+    parameters, width = built(name, equal_parameters=True)
+    assert abs(parameters - vanilla[0]) <= unit / 2
+    assert before[0] - parameters == (before[1] - width) * unit
+    assert (width < before[1]) == (before[0] - vanilla[0] > unit / 2)
+
+
+def test_other_options_in_one_folder_are_named(tmp_path, children, unplotted):
     compare(config_for(tmp_path / "out"))
     children.clear()
     other = config_for(tmp_path / "out", steps=77, model=ModelConfig(hidden_size=64))
@@ -240,7 +228,7 @@ def test_other_options_in_one_folder_are_named(tmp_path, children, undrawn):
     assert children == []
 
 
-def test_what_changes_no_number_may_differ(tmp_path, children, undrawn):
+def test_what_changes_no_number_may_differ(tmp_path, children, unplotted):
     compare(config_for(tmp_path / "out"))
     moved = (tmp_path / "out").rename(tmp_path / "moved")
     children.clear()
@@ -268,6 +256,10 @@ def test_what_changes_no_number_may_differ(tmp_path, children, undrawn):
         (
             {"train": TrainConfig(out=Path("x"), init_from="llama"), "variants": ("vanilla", "smear")},
             "variants has smear, but with init_from only vanilla and plain shifts are possible",
+        ),
+        (
+            {"train": TrainConfig(out=Path("x"), init_from="llama"), "equal_parameters": True},
+            "equal_parameters cannot be combined with init_from",
         ),
         (
             {
@@ -327,7 +319,7 @@ def test_two_comparisons_in_one_folder_refuse(tmp_path, children):
     assert children == []
 
 
-def test_a_run_that_is_not_finished_is_waited_for(tmp_path, children, undrawn, capsys):
+def test_a_run_that_is_not_finished_is_waited_for(tmp_path, children, unplotted, capsys):
     folder = tmp_path / "out" / "seed-0" / "vanilla"
     folder.mkdir(parents=True)
     hold = (

@@ -93,18 +93,8 @@ def test_killed_outright_and_given_again_it_resumes(tmp_path, child_environment)
     out, corpus = tmp_path / "out", tmp_path / "numbers.txt"
     corpus.write_text("".join(f"{number * number} is the square of {number}.\n" for number in range(300)))
     command = kvshift(
-        *(
-            "compare",
-            "--out",
-            out,
-            *TINY,
-            "--data.corpus",
-            corpus,
-            "--model.shift-init",
-            "identity",
-            "--model.freeze-shift",
-        ),
-        *("--step-time-seconds", 0.1, "--sample-tokens", 11, "--prompt", "To be"),
+        *("compare", "--out", out, *TINY, "--data.corpus", corpus, "--model.shift-init", "identity"),
+        *("--model.freeze-shift", "--step-time-seconds", 0.1, "--sample-tokens", 11, "--prompt", "To be"),
     )
     vanilla, shifted = (out / "seed-0" / side for side in ("vanilla", "kvshift"))
     with subprocess.Popen(command, env=child_environment, stderr=subprocess.DEVNULL) as killed:

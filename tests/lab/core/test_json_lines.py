@@ -36,12 +36,19 @@ class Disk(io.BytesIO):
         return 0
 
 
-@pytest.mark.parametrize("size", range(3 * len(LINE)))
-def test_a_disk_that_fills_up_within_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """The system then writes a part of the line, and only the next write fails."""
-    disk = Disk(size)
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk to which all files are written; tests set its size."""
+    disk = Disk(0)
     monkeypatch.setattr("kvshift.lab.core.json_lines.os.fsync", lambda number: None)
     monkeypatch.setattr(Path, "open", lambda *args, **kwargs: disk)
+    return disk
+
+
+@pytest.mark.parametrize("size", range(3 * len(LINE)))
+def test_a_disk_that_fills_up_within_a_line(tmp_path: Path, disk: Disk, size: int) -> None:
+    """The system then writes a part of the line, and only the next write fails."""
+    disk.size = size
     file = JSONLines(tmp_path / "lines", failure="{path}: {error}; its {count} lines are whole")
     fit = size // len(LINE)
     for _ in range(fit):
@@ -56,10 +63,8 @@ def test_a_disk_that_fills_up_within_a_line(tmp_path: Path, monkeypatch: pytest.
     assert disk.getvalue() == LINE * (fit + 1)
 
 
-def test_of_lines_that_belong_together_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvshift.lab.core.json_lines.os.fsync", lambda number: None)
-    monkeypatch.setattr(Path, "open", lambda *args, **kwargs: disk)
-    disk = Disk(2 * len(LINE) + 3)
+def test_of_lines_that_belong_together_none_is_left(tmp_path: Path, disk: Disk) -> None:
+    disk.size = 2 * len(LINE) + 3
     file = JSONLines(tmp_path / "lines")
     file.append([RECORD])
     with pytest.raises(RunFailedError, match="everything written before is kept"):
@@ -67,15 +72,13 @@ def test_of_lines_that_belong_together_none_is_left(tmp_path: Path, monkeypatch:
     assert disk.getvalue() == LINE
 
 
-def test_what_could_not_be_cut_off_is_cut_off_by_the_next_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_cut_off_is_cut_off_by_the_next_line(tmp_path: Path, disk: Disk, monkeypatch) -> None:
     """Otherwise, the next line would be joined to half of another."""
 
     def refused(self: Disk, size: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    disk = Disk(len(LINE) + 3)
-    monkeypatch.setattr("kvshift.lab.core.json_lines.os.fsync", lambda number: None)
-    monkeypatch.setattr(Path, "open", lambda *args, **kwargs: disk)
+    disk.size = len(LINE) + 3
     file = JSONLines(tmp_path / "lines")
     file.append([RECORD])
     with monkeypatch.context() as patch:

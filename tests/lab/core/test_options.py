@@ -13,10 +13,8 @@ from kvshift.lab.core.options import (
     MACHINE_SPECIFIC,
     NO_EFFECT_ON_RESULTS,
     ONE_CALL_ONLY,
-    OptionTrait,
     differences,
     from_json,
-    option_names,
     options_hash,
     to_json,
 )
@@ -74,14 +72,6 @@ def test_an_option_that_came_late_leaves_older_hashes_as_they_are() -> None:
     }
 
 
-def test_a_difference_names_the_field_in_its_group() -> None:
-    values = to_json(replace(LUTE, courses=6, strings=Strings(coating="gut")))
-    assert differences(Lute, to_json(LUTE), values) == {
-        "courses": "courses: 7 there, 6 here",
-        "strings.coating": "strings.coating: None there, 'gut' here",
-    }
-
-
 def test_options_come_back_from_json_and_what_is_of_one_call_is_not_written() -> None:
     lute = replace(LUTE, capo=2, strings=Strings(gauge=(0.1, 0.2)))
     values = to_json(lute)
@@ -89,9 +79,3 @@ def test_options_come_back_from_json_and_what_is_of_one_call_is_not_written() ->
     assert from_json(Lute, values) == lute
     with pytest.raises(LabError, match=r"unknown field strings\.weight; known: gauge, coating"):
         from_json(Lute, {"strings": {"weight": 1}})
-
-
-def test_what_is_said_is_found_by_name() -> None:
-    assert option_names(Lute, OptionTrait.MACHINE_SPECIFIC) == {"case"}
-    assert option_names(Lute, OptionTrait.NO_EFFECT_ON_RESULTS) == {"case", "polish"}
-    assert option_names(Lute, OptionTrait.ONE_CALL_ONLY) == {"again"}

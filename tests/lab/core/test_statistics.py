@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from kvshift.lab.core.statistics import (
@@ -46,21 +45,6 @@ def test_interval_worked_by_hand():
     assert low < narrow[0] < narrow[1] < high
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_interval_covers_the_truth_as_often_as_it_says(seeds):
-    truth, trials = -0.016, 20_000
-    draws = np.random.default_rng(7).normal(truth, 0.01, size=(trials, seeds))
-    # The closed form gives the intervals of all rows at once; the function is compared with it on some of them.
-    half = (t_interval([0.0, 1.0] if seeds == 2 else list(range(seeds)))[1] - (seeds - 1) / 2) / (
-        np.std(np.arange(seeds), ddof=1)
-    )
-    low, high = draws.mean(1) - half * draws.std(1, ddof=1), draws.mean(1) + half * draws.std(1, ddof=1)
-    for row in range(0, trials, 2000):
-        assert t_interval(list(draws[row])) == pytest.approx((low[row], high[row]))
-    coverage = np.mean((low <= truth) & (truth <= high))
-    assert abs(coverage - 0.95) < 4 * math.sqrt(0.95 * 0.05 / trials)
-
-
 @pytest.mark.parametrize("function", [mean_of, t_interval, verdict])
 @pytest.mark.parametrize(
     ("values", "message"), [([], "at least 1"), ([1.0, math.nan], "finite"), ([math.inf], "finite")]
@@ -79,17 +63,12 @@ def test_arguments_that_make_no_sense():
         paired_difference([1.0, 2.0], [1.0], [1, 1])
 
 
-def test_lower_is_said_where_the_interval_leaves_zero_out():
-    found = verdict([-0.015, -0.016, -0.017])
-    assert found.outcome == "lower"
-    assert found.text == "KV-shift lower by 0.0160 (95 % interval 0.0135 to 0.0185, 3 seeds)"
-    assert (found.low, found.high) == pytest.approx((-0.0184841, -0.0135159), abs=1e-7)
-
-
-def test_higher_is_said_as_plainly():
-    found = verdict([0.015, 0.016, 0.017])
-    assert found.outcome == "higher"
-    assert found.text == "vanilla lower by 0.0160 (95 % interval 0.0135 to 0.0185, 3 seeds)"
+@pytest.mark.parametrize(("sign", "outcome", "name"), [(-1, "lower", "KV-shift"), (1, "higher", "vanilla")])
+def test_a_difference_is_said_where_the_interval_leaves_zero_out(sign, outcome, name):
+    found = verdict([sign * 0.015, sign * 0.016, sign * 0.017])
+    assert found.outcome == outcome
+    assert found.text == f"{name} lower by 0.0160 (95 % interval 0.0135 to 0.0185, 3 seeds)"
+    assert sorted((sign * found.low, sign * found.high)) == pytest.approx((0.0135159, 0.0184841), abs=1e-7)
 
 
 def test_nothing_is_claimed_where_the_interval_holds_zero():

@@ -19,7 +19,7 @@ import pytest
 import zstandard
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.data.files import find_files, read_files, read_pieces
+from kvshift.lab.data.files import find_files, read_files
 
 pytestmark = pytest.mark.no_models
 
@@ -121,16 +121,6 @@ def test_file_that_cannot_be_read_is_named(folder, form):
     assert complaint(path).startswith("cannot read")
 
 
-def test_file_that_went_away_is_named(folder):
-    path = folder / "a.txt"
-    path.write_text("a")
-    files = find_files(str(path), "corpus")
-    path.unlink()
-
-    with pytest.raises(LabError, match=r"cannot read .*a\.txt: .*No such file"):
-        list(read_files(files, "text"))
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -166,17 +156,13 @@ def test_txt_that_is_not_utf8_is_named_with_the_byte(folder):
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        (
-            "body",
-            "no text_column 'body'; there are: text, n, list: choose the one with the text by --data.text-column NAME",
-        ),
+        ("body", "no text_column 'body'; there are: text, n: choose the one with the text by --data.text-column NAME"),
         ("n", "text_column 'n' must hold text, got int64"),
-        ("list", "text_column 'list' must hold text, got list"),
     ],
 )
 def test_wrong_column_of_parquet_is_refused(folder, column, reason):
     path = folder / "a.parquet"
-    path.write_bytes(parquet({"text": ["a"], "n": [1], "list": [["a"]]}))
+    path.write_bytes(parquet({"text": ["a"], "n": [1]}))
 
     assert complaint(path, column).startswith(f"{path}: {reason}")
 
@@ -501,11 +487,3 @@ def test_frame_of_zstd_long_is_refused_with_the_command_that_unpacks_it(folder, 
     said = complaint(path)
     assert said.startswith(f"cannot read {path}: ")
     assert f"unpack it with: zstd -d --long=31 '{path}'" in said
-
-
-def test_option_that_chooses_the_column_is_the_commands_own(folder):
-    (folder / "a.jsonl").write_bytes(jsonl({"body": "a"}))
-    files = find_files(str(folder), "texts")
-
-    with pytest.raises(LabError, match=r"there are: body: choose the one with the text by --text-column NAME$"):
-        list(read_pieces(files, "text", "--text-column"))

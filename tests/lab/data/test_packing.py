@@ -216,15 +216,6 @@ def test_each_document_is_computed_as_if_alone(model, implementation):
     assert packed.loss.item() == pytest.approx(nll / count, rel=1e-5)
 
 
-@torch.no_grad()
-def test_concat_loss_is_that_of_the_plain_token_stream(model):
-    stream = torch.tensor([token for document in DOCUMENTS for token in [*ids(document), EOS]])
-    logits = model(input_ids=stream[None], use_cache=False).logits[0]
-    expected = functional.cross_entropy(logits[:-1], stream[1:])
-
-    assert model(**batch_of(DOCUMENTS, "concat")).loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
 def spans_by_loop(before: np.ndarray, after: np.ndarray) -> list[tuple[int, int, int]]:
     """Return every (source, target, length) of a copied span that could have turned `before` into `after`."""
     length = len(before)

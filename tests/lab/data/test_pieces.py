@@ -151,15 +151,6 @@ def test_a_fault_of_the_text_comes_out_of_the_training():
         train_bpe(text(), 331)
 
 
-def test_long_document_is_cut():
-    """Otherwise, the test above would prove nothing."""
-    document = "to be or not to be\n" * 10_000
-    parts = cut_at_lines(document)
-
-    assert max(map(len, parts)) <= pieces._PIECE_CHARACTERS + len("to be or not to be\n")
-    assert "".join(parts) == document
-
-
 def test_only_tokenizers_that_are_exact_about_it_get_pieces():
     assert can_cut_at_lines(ENCODER)
     spaced = tokenizers.Tokenizer.from_str(BACKEND)

@@ -96,13 +96,6 @@ def test_validation_may_be_files_of_its_own(folder, streaming):
     assert load(corpus=train, validation=validation, streaming=streaming) == (NAMES[:20], NAMES[20:])
 
 
-def test_bundled_corpus_may_be_validated_on_files(folder):
-    train, validation = load(validation=write_lines(folder / "valid.jsonl", NAMES))
-
-    assert len(train[0]) == 1_115_394
-    assert validation == NAMES
-
-
 @pytest.mark.parametrize("as_link", [False, True])
 def test_file_for_both_training_and_validation_is_refused(folder, as_link):
     write_lines(folder / "a.jsonl", NAMES)
@@ -121,13 +114,6 @@ def test_link_to_a_file_without_suffix_is_read_by_its_own_name(folder):
     (folder / "a.txt").symlink_to(folder / "blob")
 
     assert "".join(load_all(corpus=str(folder / "a.txt"))) == "text\n" * 10
-
-
-def test_stream_keeps_its_first_documents_for_validation(folder, monkeypatch):
-    monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 5)
-    corpus = write_lines(folder / "a.jsonl", NAMES)
-
-    assert load(corpus=corpus, streaming=True) == (NAMES[5:], NAMES[:5])
 
 
 def test_stream_reads_no_more_than_it_has_to(folder, monkeypatch):
@@ -323,13 +309,6 @@ def test_hub_dataset_with_every_type_of_text(hub, kind, streaming, monkeypatch):
 
     train, validation = load_documents(DataConfig(corpus="owner/name", streaming=streaming))
     assert sorted([*sources.texts(train), *sources.texts(validation)]) == sorted(filter(None, texts))
-
-
-def test_hub_dataset_that_cannot_be_reached_is_named():
-    with pytest.raises(
-        LabError, match="'owner/no-such' is not a file or folder here, and loading it from the hub failed"
-    ):
-        load_documents(DataConfig(corpus="owner/no-such"))
 
 
 def test_path_that_exists_is_no_hub_dataset(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-import tyro
 from torch.utils.data import DataLoader
 
 from kvshift.lab.core.errors import LabError
@@ -23,8 +22,6 @@ from kvshift.lab.data import dataset_cache, files, packing, sources
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
-
-SHARED = Path(os.environ.get("KVSHIFT_SHARED_DATA") or "no-such-folder")
 
 
 def load(tmp_path: Path, *, seed: int = 0, **options: Any) -> TextData:
@@ -59,17 +56,6 @@ def test_bundled_corpus_becomes_sequences(tmp_path):
     assert whole[:900_000] == corpus[:900_000]
 
 
-def test_sequences_of_documents_say_where_they_start(tmp_path, folder):
-    corpus = write_documents(folder / "a.jsonl", 31)
-    data = load(tmp_path, corpus=corpus, packing="documents", vocab_size=300, sequence_length=64)
-
-    assert data.train.column_names == ["input_ids", "position_ids"]
-    batch = collate([data.train[number] for number in range(3)])
-    assert (batch["position_ids"][:, 0] == 0).all()
-    assert ((batch["labels"] == -100) == (batch["position_ids"] == 0)).all()
-    assert (batch["position_ids"][:, 1:] == 0).any()
-
-
 def test_bpe_is_trained_on_the_training_text_alone(tmp_path, folder):
     (folder / "a.txt").write_text("train " * 90 + "held " * 10)
     (folder / "b.txt").write_text("held " * 99)
@@ -98,21 +84,6 @@ def test_stream_holds_all_sequences_in_an_order_of_the_seed(tmp_path, folder, mo
     assert sorted(rows) == sorted(other) == sorted(in_order)
     assert data.tokenizer.decode(data.validation[0]["input_ids"]).startswith("w0x0 w0x1")
     assert data.tokenizer.decode(in_order[0]).startswith("w3x0 w3x1")
-
-
-def test_stream_resumes_where_its_state_was_taken(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 3)
-    monkeypatch.setattr(packing, "_SHUFFLE_ROWS", 5)
-    options = {"corpus": write_documents(folder / "a.jsonl", 31), "vocab_size": 300, "sequence_length": 32}
-    first = load(tmp_path, streaming=True, **options).train
-    whole = tokens(first)
-    rows = iter(first)
-    for _ in range(7):
-        next(rows)
-    second = load(tmp_path, streaming=True, **options).train
-    second.load_state_dict(first.state_dict())
-
-    assert tokens(second) == whole[7:]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
@@ -269,17 +240,6 @@ def test_cache_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):
         load(tmp_path)
 
 
-def test_options_come_from_the_command_line(capsys):
-    config = tyro.cli(DataConfig, args=["--corpus", "a.txt", "--packing", "documents", "--validation-fraction", "0.2"])
-    assert config == DataConfig(corpus="a.txt", packing="documents", validation_fraction=0.2)
-
-    with pytest.raises(SystemExit):
-        tyro.cli(DataConfig, args=["--help"])
-    shown = capsys.readouterr().out
-    for name in ("Tokens per sequence", "as in the paper", "fraction of the corpus", "<|endoftext|>", "sample-10BT"):
-        assert name in " ".join(shown.replace("│", " ").split())
-
-
 @pytest.mark.slow
 def test_every_block_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -292,22 +252,3 @@ def test_every_block_of_the_page_runs(tmp_path, monkeypatch, capsys):
         ("input_ids", "position_ids", "labels"), (2, 128)
     )
     assert "First Citizen" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.shared
-@pytest.mark.skipif(not SHARED.exists(), reason="KVSHIFT_SHARED_DATA names no folder of reference data")
-def test_a_real_corpus_with_validation_of_its_own(tmp_path):
-    folder = SHARED / "wiki2014-en"
-    data = load(
-        tmp_path,
-        corpus=str(folder / "valid.jsonl.xz"),
-        validation=str(SHARED / "openstax-ccby" / "valid.jsonl.xz"),
-        packing="documents",
-        sequence_length=512,
-    )
-    starts = sum(int((row["position_ids"] == 0).sum()) for row in data.train)
-
-    # Position 0 begins every sequence and each of 352 documents, hardly any of which is at the head of a sequence.
-    assert len(data.train) + 340 <= starts <= len(data.train) + 352
-    assert len(data.validation) > 300

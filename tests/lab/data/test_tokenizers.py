@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -17,7 +16,6 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.data import tokenizers
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.tokenizers import END_OF_TEXT, load_tokenizer, make_tokenizer, train_bpe
-from kvshift.lab.runs.loading import check_tokenizer
 
 TEXT = "to be or not to be, that is the question: whether 't is nobler in the mind to suffer\n" * 5
 TOKENIZER = train_bpe(iter([TEXT]), 293)
@@ -118,17 +116,6 @@ def test_tokenizer_by_folder_is_copied_into_the_run(tmp_path):
     assert load_tokenizer(tmp_path / "run").get_vocab() == TOKENIZER.get_vocab()
 
 
-def test_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
-    def fail(self: PreTrainedTokenizerFast, folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
-    with pytest.raises(LabError, match=r"cannot save the tokenizer in .*No space left on device") as error:
-        make_tokenizer(DataConfig(vocab_size=293), train_documents(), tmp_path / "tokenizer")
-    assert error.value.exit_code == 3
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -225,10 +212,3 @@ def test_tokenizer_without_end_of_text_is_refused(tmp_path):
 
     with pytest.raises(LabError, match=r"has no end-of-text token \(eos_token\)"):
         load_tokenizer(tmp_path)
-
-
-def test_tokenizer_that_does_not_fit_the_model_is_refused():
-    check_tokenizer(TOKENIZER, 293)
-    check_tokenizer(TOKENIZER, 307)
-    with pytest.raises(LabError, match=r"ids go up to 292, the model's up to 291 \(vocab_size 292\)"):
-        check_tokenizer(TOKENIZER, 292)

@@ -42,18 +42,6 @@ def test_corrupt_checkpoint_is_named_and_skipped(finished, tmp_path, spoil, said
     assert (out / "checkpoint-12.corrupt").is_dir()
 
 
-def test_a_run_whose_last_checkpoint_is_corrupt_goes_on_from_the_one_before(finished, corpus, tmp_path, capfd):
-    out = copied(finished, tmp_path)
-    flip(out / "checkpoint-12" / "optimizer.pt")
-    train(tiny(corpus, out))
-    err = capfd.readouterr().err
-    assert "checkpoint-12 is corrupt" in err
-    assert "resuming from checkpoint-8" in err
-    assert_same_run(out, finished)
-    assert (out / "checkpoint-12.corrupt").is_dir()
-    assert (out / "checkpoint-12" / "manifest.json").exists()
-
-
 def test_all_checkpoints_corrupt(finished, corpus, tmp_path, capfd):
     out = copied(finished, tmp_path)
     flip(out / "checkpoint-8" / "model.safetensors")
@@ -116,6 +104,16 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_costs_nothing(tmp
     assert find_checkpoint(tmp_path, said.append) == tmp_path / "checkpoint-3"
 
 
+def test_of_an_old_checkpoint_that_is_a_link_the_link_is_removed(tmp_path):
+    """Its target does not belong to the run."""
+    checkpoint(tmp_path, 1).rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoint-1").symlink_to(tmp_path / "elsewhere")
+    checkpoint(tmp_path, 2)
+    remove_old_checkpoints(tmp_path / "checkpoint-2", 1, pytest.fail)
+    assert names(tmp_path) == ["checkpoint-2"]
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
 def test_a_later_checkpoint_is_not_taken_for_the_newest(tmp_path):
     """The later checkpoint is corrupt, could not be renamed, and lies beyond the step that the run went back to."""
     for step in (4, 8, 12):
@@ -144,35 +142,6 @@ def test_a_corrupt_checkpoint_that_cannot_be_renamed_is_skipped(tmp_path, monkey
     said = []
     assert find_checkpoint(tmp_path, said.append) == tmp_path / "checkpoint-1"
     assert re.match(r"checkpoint-2 is corrupt .*: skipped; it could not be renamed: .* busy", said[0])
-
-
-@pytest.mark.parametrize("kind", ["symbolic link", "busy"])
-def test_old_checkpoints_that_cannot_be_removed_do_not_cost_the_new_one(
-    finished, corpus, tmp_path, capfd, monkeypatch, kind
-):
-    """If the new checkpoint were removed instead, a run that keeps only one would start from the beginning."""
-    out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
-    elsewhere = tmp_path / "elsewhere"
-    if kind == "symbolic link":
-        (out / "checkpoint-8").rename(elsewhere)
-        (out / "checkpoint-8").symlink_to(elsewhere)
-    else:
-        remove = shutil.rmtree
-
-        def busy(folder, *args, **kwargs):
-            if Path(folder).name == "checkpoint-8":
-                raise OSError(16, "Device or resource busy")
-            remove(folder, *args, **kwargs)
-
-        monkeypatch.setattr(shutil, "rmtree", busy)
-    train(tiny(corpus, out, keep_checkpoints=1))
-    assert find_checkpoint(out, lambda text: None) == out / "checkpoint-12"
-    assert_same_run(out, finished)
-    if kind == "symbolic link":  # the link is removed; its target does not belong to the run
-        assert names(out) == ["checkpoint-12"]
-        assert (elsewhere / "manifest.json").exists()
-    else:
-        assert "checkpoint-8 is no longer needed, but could not be removed" in capfd.readouterr().err
 
 
 def test_a_model_that_stands_is_not_removed_before_the_next(finished, corpus, tmp_path, monkeypatch):

@@ -167,13 +167,6 @@ def test_what_retrofit_made_of_another_family(model_type, finished, corpus, tmp_
             train(replace(long, data=replace(long.data, sequence_length=65)))
 
 
-def test_given_again_it_continues(finished, corpus, tmp_path, capfd):
-    config = tuned(corpus, tmp_path / "run", finished, save_every=2)
-    train(config)
-    assert_resumes(config)
-    assert "checkpoint-2" in capfd.readouterr().err
-
-
 def test_another_model_under_the_same_name_is_refused(finished, corpus, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(finished / "model", source)

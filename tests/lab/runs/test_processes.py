@@ -59,29 +59,25 @@ def on_two_machines(*arguments: str) -> list[str]:
 
 def arguments(corpus: Path, out: Path) -> list[str]:
     """Return the options of `tiny` as command-line arguments."""
-    options = {
-        "out": out,
-        "data.corpus": corpus,
-        "data.vocab-size": 281,
-        "data.sequence-length": LENGTH,
-        "data.packing": "documents",
-        "model.hidden-size": 24,
-        "model.num-attention-heads": 2,
-        "steps": 12,
-        "batch-size": 2,
-        "tokens-per-step": 8 * LENGTH,
-        "eval-rows": 11,
-        "eval-every": 5,
-        "save-every": 4,
-        "log-every": 1,
-        "device": "cpu",
-    }
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))] + ["--report-to"]
+    options = f"--out {out} --data.corpus {corpus} --data.vocab-size 281 --data.sequence-length {LENGTH} "
+    options += "--data.packing documents --model.hidden-size 24 --model.num-attention-heads 2 --steps 12 "
+    options += f"--batch-size 2 --tokens-per-step {8 * LENGTH} --eval-rows 11 --eval-every 5 --save-every 4 "
+    return (options + "--log-every 1 --device cpu --report-to").split()
 
 
 def in_one(corpus: Path, out: Path) -> TrainConfig:
     """Return options with which one process trains the same as two with `arguments`."""
     return tiny(corpus, out, batch_size=2, tokens_per_step=8 * LENGTH, data={"packing": "documents"})
+
+
+def assert_close_results(two: Path, one: Path, **tolerance: float) -> None:
+    """Assert that the losses of two runs are close, and that the other results are equal."""
+    torch.testing.assert_close(losses(two), losses(one), **tolerance)
+    results = [result(one), result(two)]
+    for name in ("train_loss", "eval_loss", "eval_loss_stderr", "eval_losses_per_row"):
+        torch.testing.assert_close(*(values.pop(name) for values in results), **tolerance)
+    assert results[0].pop("eval_perplexity") == pytest.approx(results[1].pop("eval_perplexity"), rel=1e-5)
+    assert results[0] == results[1]  # steps, tokens, sequences, parameters, options
 
 
 @pytest.mark.slow
@@ -92,17 +88,11 @@ def test_two_processes_learn_as_one(corpus, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("kvshift train: finished") == 1, done.stderr
 
-    torch.testing.assert_close(losses(two), losses(one), **CLOSE)
-    for kind in ("train", "eval", "coefficients"):
-        ours, theirs = metrics(one, kind), metrics(two, kind)
-        assert [line["step"] for line in theirs] == [line["step"] for line in ours]
+    assert_close_results(two, one, **CLOSE)
+    lines = [[(line["kind"], line["step"]) for line in metrics(out)] for out in (one, two)]
+    assert lines[0] == lines[1]
     evals = [[line["loss"] for line in metrics(out, "eval")] for out in (one, two)]
     torch.testing.assert_close(evals[1], evals[0], **CLOSE)
-    results = [result(one), result(two)]
-    for name in ("train_loss", "eval_loss", "eval_loss_stderr", "eval_losses_per_row"):
-        torch.testing.assert_close(*(values.pop(name) for values in results), **CLOSE)
-    assert results[0].pop("eval_perplexity") == pytest.approx(results[1].pop("eval_perplexity"), rel=1e-5)
-    assert results[0] == results[1]  # steps, tokens, sequences, parameters, options
     torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-3)
 
 
@@ -130,8 +120,7 @@ def test_two_processes_probe_as_one(corpus, tmp_path, sharded):
     one, two = tmp_path / "one", tmp_path / "two"
     config = tiny(corpus, one, batch_size=2, tokens_per_step=8 * 97, eval_rows=7, probes="induction")
     train(replace(config, data=replace(config.data, sequence_length=97, packing="documents")))
-    changes = {"data.sequence-length": 97, "tokens-per-step": 8 * 97, "eval-rows": 7, "probes": "induction"}
-    more = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    more = f"--data.sequence-length 97 --tokens-per-step {8 * 97} --eval-rows 7 --probes induction".split()
     how = {"program": "tests.lab.runs.on_cpu fsdp", **fsdp_variables()} if sharded else {}
     done = in_two(*arguments(corpus, two), *more, **how)
     assert done.returncode == 0, done.stderr
@@ -276,7 +265,7 @@ def test_fsdp_on_a_cpu_is_said_to_be_ignored(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_an_error_is_said_once(corpus, tmp_path):
-    done = in_two(*arguments(corpus.with_name("no such file.txt"), tmp_path / "run"))
+    done = in_two(*arguments(corpus.with_name("no-such-file.txt"), tmp_path / "run"))
     assert done.returncode != 0
     assert done.stderr.count("kvshift train: ") == 1
     assert "exitcode  : 2" in done.stderr

@@ -7,15 +7,18 @@ import os
 import resource
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.study.arm import Arm, arm_from_label
-from kvshift.lab.study.recipe import Job, Record
+from kvshift.lab.study.claims import Direction
+from kvshift.lab.study.entry import Entry, Preset
+from kvshift.lab.study.recipe import Job, Recipe, Record
 from kvshift.lab.study.records import record_of
 from kvshift.lab.study.sweep_progress import last_step
 from kvshift.lab.training.callbacks import InterruptedRunError
@@ -43,6 +46,9 @@ class Counting:
     @property
     def arm(self) -> Arm:
         return Arm(case=self.label)
+
+    def with_seeds(self, seeds: Sequence[int]) -> Sequence[Job]:
+        return [replace(self, seed=seed) for seed in seeds]
 
     def is_finished(self, out: Path) -> bool:
         return (out / "result.json").exists()
@@ -94,6 +100,23 @@ def ran(job: Job, out: Path) -> Record:
     job.run(out)
     assert job.is_finished(out)
     return record_of(job, out)
+
+
+def counting_recipe(labels: str, *, name: str = "abacus", study: str | None = None) -> Recipe:
+    """Return a recipe with a `Counting` job for each letter and two seeds, without claims and with an empty figure."""
+    presets = {"smoke": Preset(seeds=2, cost="nothing")}
+    return Recipe(
+        entry=Entry(name=name, title="counting with beads", presets=presets, study=study),
+        source="Figure 0",
+        arms=lambda preset: [Counting(label=f"Beads, {label}") for label in labels],
+        plot=lambda records: Figure(),
+        claims=lambda records: [],
+    )
+
+
+def directions(recipe: Recipe, records: Sequence[Record]) -> dict[str, Direction]:
+    """Return the direction of each claim by its statement."""
+    return {claim.statement: claim.direction for claim in recipe.claims(records)}
 
 
 def made_up(

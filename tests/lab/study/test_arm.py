@@ -42,7 +42,7 @@ def test_a_pair_differs_in_the_shift_alone() -> None:
 def test_records_of_before_there_were_arms_are_found_by_the_arms_of_today(name: str) -> None:
     recipe = find_recipe(name)
     for preset in recipe.presets:
-        for job in recipe.jobs(preset, [0]):
+        for job in recipe.arms(preset):
             assert arm_from_label(job.arm.label) == job.arm
 
 

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from kvshift.lab.analysis.learning import StepsToLevel, compare_steps
-from kvshift.lab.core.statistics import verdict
 from kvshift.lab.study.claims import higher, percent, points, reached, sign_test, sooner, times, within
 
 pytestmark = pytest.mark.no_models
@@ -20,20 +19,12 @@ pytestmark = pytest.mark.no_models
         ([0.5, 0.53, 0.5], [0.9, 0.92, 0.91], "fails"),
         ([0.9, 0.4, 0.6], [0.5, 0.53, 0.5], "not shown"),
         ([0.9], [0.1], "not shown"),
-        ([1.0, 1.0], [0.25, 0.25], "not shown"),  # without spread there is no interval
+        ([1.0] * 5, [0.25] * 5, "not shown"),  # without spread there is no interval
         ([0.5, 0.5], [0.5, 0.5], "not shown"),
     ],
 )
 def test_higher(ours, theirs, found):
     assert higher(ours, theirs) == found
-
-
-@pytest.mark.parametrize("difference", [-0.25, 0.0, 0.25])
-@pytest.mark.parametrize("seeds", [1, 2, 5])
-def test_without_spread_shares_and_losses_are_judged_alike(difference: float, seeds: int):
-    ours, theirs = [0.5 + difference] * seeds, [0.5] * seeds
-    assert higher(ours, theirs) == "not shown"
-    assert verdict([difference] * seeds).outcome in ("undecided", "no difference shown")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +108,7 @@ def test_percent():
     assert percent([0.9, 1.0, 1.0]) == "96.7 % (95 % interval 82.3 to 100.0, cut at 100, 3 seeds)"
     assert percent([0.0, 0.9, 1.0]).endswith("(95 % interval 0.0 to 100.0, cut at 0 and 100, 3 seeds)")
     assert percent([1.0, 1.0, 1.0]) == "100.0 % in each of 3 seeds"
-    assert percent([0.123456], digits=2) == "12.35 % (1 seed)"
+    assert percent([0.123456]) == "12.3 % (1 seed)"
 
 
 def test_points():

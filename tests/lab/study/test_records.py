@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study import jobs as kinds
 from kvshift.lab.study import run_study
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.recipe import Recipe, Record
+from kvshift.lab.study.recipe import Job, Record
 from kvshift.lab.study.records import RecordStore, read_records, write_records
 from kvshift.lab.study.run_study import job_folder
 from kvshift.lab.training.callbacks import InterruptedRunError
@@ -29,23 +28,24 @@ from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.mqar import study as mqar
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
-from .cases import Counting, made_up, runs
+from .cases import Counting, counting_recipe, made_up, runs
 
 MACHINE_SPECIFIC = ("seconds", "processor_seconds", "peak_memory_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beads(Counting):
+    """A job with one seed, which a test may change without the job of the same arm with another seed."""
+
+    def with_seeds(self, seeds: Sequence[int]) -> Sequence[Job]:
+        return [self] if self.seed in seeds else []
 
 
 @pytest.fixture
 def beads(monkeypatch: pytest.MonkeyPatch) -> list[Counting]:
     """The jobs of a recipe that trains nothing. A test may change them."""
-    jobs = [Counting(label=f"Beads, {kind}", seed=seed) for kind in "ab" for seed in (0, 1)]
-    entry = Entry(name="abacus", title="counting", presets={"smoke": Preset(seeds=2, cost="nothing")})
-    recipe = Recipe(
-        entry=entry,
-        source="Figure 0",
-        jobs=lambda preset, seeds: [job for job in jobs if job.seed in seeds],
-        plot=lambda records: Figure(),
-        claims=lambda records: [],
-    )
+    jobs: list[Counting] = [Beads(label=f"Beads, {kind}", seed=seed) for kind in "ab" for seed in (0, 1)]
+    recipe = replace(counting_recipe(""), arms=lambda preset: jobs)
     monkeypatch.setattr(module, "find_recipe", lambda name: recipe)
     return jobs
 
@@ -75,10 +75,10 @@ def test_a_study_with_a_grid_resumes_without_its_folders(
 ) -> None:
     """The study is interrupted among its four tuning runs, then among its two reported runs."""
 
-    def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-        return [replace(job, config=replace(job.config, steps=1)) for job in mqar.RECIPE.jobs(preset, seeds)[2:]]
+    def arms(preset: str) -> list[TrainingJob]:
+        return [replace(job, config=replace(job.config, steps=1)) for job in mqar.arms(preset)[2:]]
 
-    recipe = replace(mqar.RECIPE, jobs=jobs, claims=lambda records: [], plot=lambda records: Figure())
+    recipe = replace(mqar.RECIPE, arms=arms, claims=lambda records: [], plot=lambda records: Figure())
     monkeypatch.setattr(module, "find_recipe", lambda name: recipe)
     train, ran = kinds.train_task, []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +13,9 @@ from kvshift import cli
 from kvshift.lab.study.arm import Arm, arm_from_label
 from kvshift.lab.study.entry import Grid
 from kvshift.lab.study.jobs import Computation, TrainingJob
-from kvshift.lab.study.recipe import Recipe, Record, without_tuning_runs
+from kvshift.lab.study.recipe import LEAST_LOSS, Recipe, Record, without_tuning_runs
 from kvshift.lab.study.records import read_records
-from kvshift.lab.study.tuning import (
-    at_best_rates,
-    best_rates,
-    least_loss,
-    reached_soonest,
-    tuning_jobs,
-)
+from kvshift.lab.study.tuning import at_best_rates, best_rates, reached_soonest, tuning_jobs
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.cfg import study as cfg
 from kvshift.recipes.fig01a import study as fig01a
@@ -80,8 +73,7 @@ def test_a_spike_at_the_last_step_costs_no_variant_its_rate():
 def test_a_score_by_loss():
     one, other = run("a", 1e-3, 0.9), run("a", 1e-2, 0.8)
     other = replace(other, curve={**other.curve, "loss": [3.0, 3.0, 1.0, 0.5]})
-    assert best_rates([one, other], least_loss()) == {Arm(case="a"): 1e-2}
-    assert least_loss(last=2)(other) == (-0.75,)
+    assert best_rates([one, other], LEAST_LOSS) == {Arm(case="a"): 1e-2}
 
 
 def test_tuning_runs_differ_in_the_rate_alone_and_share_no_seed_with_the_reported():
@@ -101,11 +93,10 @@ def test_tuning_runs_differ_in_the_rate_alone_and_share_no_seed_with_the_reporte
 
 
 def test_reported_runs_are_at_the_chosen_rate():
-    jobs = at_best_rates(
-        mqar.RECIPE.jobs("smoke", [0]), dict.fromkeys((job.arm for job in mqar.RECIPE.jobs("smoke", [0])), 0.125)
-    )
+    arms = mqar.arms("smoke")
+    jobs = at_best_rates(arms, dict.fromkeys((job.arm for job in arms), 0.125))
     assert {job.config.optimizer.learning_rate for job in jobs} == {0.125}
-    assert [job.arm.label for job in jobs] == [job.arm.label for job in mqar.RECIPE.jobs("smoke", [0])]
+    assert [job.arm for job in jobs] == [job.arm for job in arms]
     assert all(job.tunes is None for job in jobs)
 
 
@@ -125,10 +116,10 @@ def test_what_does_not_train_is_not_tuned_and_stays_as_it_is():
 def two_variants(monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """A recipe of MQAR's two models of one layer, one step each; the smoke preset has twice the runs (`test_smoke`)."""
 
-    def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-        return [replace(job, config=replace(job.config, steps=1)) for job in mqar.RECIPE.jobs(preset, seeds)[2:]]
+    def arms(preset: str) -> list[TrainingJob]:
+        return [replace(job, config=replace(job.config, steps=1)) for job in mqar.arms(preset)[2:]]
 
-    recipe = replace(mqar.RECIPE, jobs=jobs, claims=lambda records: [], plot=lambda records: Figure())
+    recipe = replace(mqar.RECIPE, arms=arms, claims=lambda records: [], plot=lambda records: Figure())
     monkeypatch.setattr(module, "find_recipe", lambda name: recipe)
     return recipe
 

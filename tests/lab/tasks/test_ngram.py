@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -75,15 +74,13 @@ def test_pairs_are_drawn_uniformly():
     assert sum((times - expected) ** 2 / expected for times in found.values()) < 29.6  # chi-squared, 10: 1 in 1000
 
 
-@pytest.mark.parametrize("known", ["nothing", "x1", "x2"])
-def test_one_token_of_the_pair_does_not_tell_the_third(known: Any):
+@pytest.mark.parametrize("known", [0, 1])
+def test_one_token_of_the_pair_does_not_tell_the_third(known: int):
     task = NGramTask(NGramConfig())
     by_known = defaultdict(Counter)
-    for (x1, x2), target in table_of(task).items():
-        by_known[{"nothing": 0, "x1": x1, "x2": x2}[known]][target] += 1
-    right = sum(max(counts.values()) for counts in by_known.values()) / len(task.pairs)
-    assert task.best_accuracy(known) == right
-    assert right < 0.3
+    for pair, target in table_of(task).items():
+        by_known[pair[known]][target] += 1
+    assert sum(max(counts.values()) for counts in by_known.values()) < 0.3 * len(task.pairs)
 
 
 def test_chance_is_what_naming_the_most_frequent_token_scores():
@@ -94,11 +91,6 @@ def test_chance_is_what_naming_the_most_frequent_token_scores():
     chance = task.chance["new"]
     assert chance == times / len(task.pairs)
     assert abs(right - chance) < 3 * (chance * (1 - chance) / 5000) ** 0.5
-
-
-def test_what_best_guess_may_know():
-    with pytest.raises(ValueError, match="known must be nothing, x1 or x2, got 'x3'"):
-        NGramTask(NGramConfig()).best_accuracy("x3")  # type: ignore[arg-type]
 
 
 def test_the_sequences_that_the_docstring_draws():

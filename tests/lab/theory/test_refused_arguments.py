@@ -44,7 +44,6 @@ ONES, PAIR = torch.ones(2, 7, 5), torch.ones(2)
         (lambda: loss_field(exact(8), points=1), "^points must be at least 2, got 1"),
         (lambda: gradient_flow(exact(8), time=0.0), "time must be above 0, got 0"),
         (lambda: gradient_flow(exact(8), points=1), "points must be at least 2, got 1"),
-        (lambda: gradient_flow(exact(8), start=(0.5, 0.5)), "start must be four numbers a1, a2, b1, b2; got 2"),
         (lambda: take_steps(exact(8), steps=0), "steps must be at least 1, got 0"),
         (lambda: take_steps(exact(8), learning_rate=-1.0, steps=1), "learning_rate must be above 0, got -1"),
     ],

@@ -1,14 +1,12 @@
-"""Head scores: worked by hand, on the paper's constructions, and on models whose weights were set by hand."""
+"""Head scores: worked by hand, and on models whose weights were set by hand."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.theory.one_layer_head import kv_shift_head
-from kvshift.lab.theory.two_layer_head import two_layer_head
 from kvshift.lab.training.head_scores import (
     attention_maps,
     attention_scores,
@@ -126,47 +124,15 @@ def test_sequences_too_short_to_tell_positions_apart():
         attention_scores(look_back(1), length=12)
 
 
-# The constructions of Theorems 3.2 and 3.3: attention of the last token of every prefix.
-
-
-def prefixes(head):
-    """Return attention (1, 1, T, T) whose row t is that of `head` at the last token of the prefix up to t."""
-    row = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:N].repeat(2)
-    x = torch.nn.functional.one_hot(row, VOCAB).double().unsqueeze(0)
-    attention = torch.zeros(1, 1, T, T, dtype=torch.float64)
-    for t in range(2, T):
-        _, weights = head(x[:, : t + 1])
-        attention[0, 0, t, : t + 1] = weights
-    return attention
-
-
-def test_the_one_layer_construction_is_an_induction_head_that_needs_no_other_layer():
-    score = only(prefixes(lambda x: kv_shift_head(x, 0.02, 0.01)), alpha=BEFORE, beta=NOW)
-    assert score.scores["induction"] > 0.999
-    assert score.alone > 0.999
-    assert score.matched["earlier"] > 0.999
-    assert score.prefix_matching == score.attention["earlier+1"] > 0.999
-    assert score.scores["duplicate_token"] < 1e-3
-    assert score.scores["previous_token"] < 0.1  # over all t; before the repeat there is nothing to find
-
-
-def test_the_second_layer_of_the_vanilla_construction_is_one_by_the_first():
-    score = only(prefixes(lambda x: two_layer_head(x, 0.02, 20.0, 0.01)))
-    assert score.scores["induction"] > 0.999
-    assert score.alone == 0
-    assert score.matched["earlier"] < 1e-3
-
-
 # Models with weights set by hand. Rotary frequencies fall with the dimension, so tokens use slow dimensions only.
 
 WIDTH, HEADS = 64, 1
 SLOW = [*range(16, 32), *range(48, 64)]
 
 
-def by_hand(cls=KVShiftLlamaForCausalLM, *, query=4.0, alpha=(0.0, 1.0), beta=(1.0, 0.0), **options):
+def by_hand(*, query=4.0, alpha=(0.0, 1.0), beta=(1.0, 0.0)):
     """Return a model of one layer and head: q = `query` x, k = v = x, output 10 x, logits from the product with x."""
-    config_class = KVShiftLlamaConfig if cls is KVShiftLlamaForCausalLM else LlamaConfig
-    config = config_class(
+    config = KVShiftLlamaConfig(
         vocab_size=len(SLOW),
         hidden_size=WIDTH,
         intermediate_size=8,
@@ -175,10 +141,9 @@ def by_hand(cls=KVShiftLlamaForCausalLM, *, query=4.0, alpha=(0.0, 1.0), beta=(1
         num_key_value_heads=HEADS,
         max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 1e8},
-        **options,
+        attn_implementation="eager",
     )
-    config._attn_implementation = "eager"
-    model = cls(config).eval()
+    model = KVShiftLlamaForCausalLM(config).eval()
     layer = model.model.layers[0]
     with torch.no_grad():
         eye = torch.eye(WIDTH)
@@ -187,9 +152,8 @@ def by_hand(cls=KVShiftLlamaForCausalLM, *, query=4.0, alpha=(0.0, 1.0), beta=(1
         layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(eye[SLOW])
         model.lm_head.weight.copy_(eye[SLOW])
-        if cls is KVShiftLlamaForCausalLM:
-            layer.self_attn.shift.alpha.copy_(torch.tensor([alpha]))
-            layer.self_attn.shift.beta.copy_(torch.tensor([beta]))
+        layer.self_attn.shift.alpha.copy_(torch.tensor([alpha]))
+        layer.self_attn.shift.beta.copy_(torch.tensor([beta]))
     return model
 
 
@@ -206,13 +170,6 @@ def test_a_whole_model_with_kv_shift_that_is_an_induction_head():
     assert found.behaviour["first"]["accuracy"] < 0.2
     assert found.coefficients == [{"alpha": [[0.0, 1.0]], "beta": [[1.0, 0.0]]}]
     assert (found.length, found.rows) == (N, 3)
-
-
-def test_the_same_model_without_shift_attends_to_its_own_kind():
-    (score,) = measure_heads(by_hand(LlamaForCausalLM), ROWS).heads
-    # The token itself and its earlier copy have the same content, so they share the attention.
-    assert score.scores["duplicate_token"] == pytest.approx(0.5, abs=0.01)
-    assert score.scores["induction"] < 1e-3
 
 
 def test_a_head_that_tells_nothing_apart_scores_what_uniform_says():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.nn import functional as F
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.packing import collate
@@ -26,6 +25,7 @@ from kvshift.lab.training.probes import (
 )
 from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.train import train
+from kvshift.lab.training.trainer import token_losses
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ...models.llama.tiny import tiny_model
@@ -199,23 +199,13 @@ def test_the_last_line_is_that_of_the_saved_model(both, corpus):
     model = KVShiftLlamaForCausalLM.from_pretrained(both.with_probes / "model").eval()
     config = longer(corpus, both.with_probes, packing=both.packing)
     data = load_text_data(config.data, seed=0, tokenizer_folder=both.with_probes / "tokenizer")
-    by_kind = {kind: [] for kind in KINDS}
-    for number in range(len(data.validation)):
-        row = collate([data.validation[number]])
-        with torch.no_grad():
-            logits = model(**{name: value for name, value in row.items() if name != "labels"}).logits
-        ids = row["input_ids"][0].tolist()
-        positions = row.get("position_ids", torch.arange(LONG)[None])[0].tolist()
-        starts = [t for t, position in enumerate(positions) if position == 0]
-        for t in range(LONG - 1):
-            if positions[t] >= 64 and row["labels"][0, t + 1] != -100:
-                loss = F.cross_entropy(logits[0, t], row["input_ids"][0, t + 1]).item()
-                by_kind[slow_kind(ids, starts, t)].append(loss)
+    rows = collate(list(data.validation))
+    labels, positions = rows.pop("labels"), rows.get("position_ids")
+    with torch.no_grad():
+        losses = torch.stack(token_losses(model(**rows).logits, labels))
     last = metrics(both.with_probes, "probes")[-1]
-    seen = sum(map(len, by_kind.values()))
-    for kind, losses in by_kind.items():
-        assert last[f"loss_{kind}"] == pytest.approx(np.mean(losses), rel=1e-5)
-        assert last[f"share_{kind}"] == len(losses) / seen
+    of_targets = summarize_targets(*(x.numpy() for x in probe_targets(losses, labels, rows["input_ids"], positions)))
+    assert {name: last[name] for name in of_targets} == pytest.approx(of_targets, rel=1e-5)
     found = probe_heads(model)
     assert last["repeat_loss"] == pytest.approx(found["repeat_loss"], rel=1e-5)
     for head, score in zip(last["heads"], found["heads"], strict=True):

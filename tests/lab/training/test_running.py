@@ -75,12 +75,14 @@ def test_start_weights_that_are_not_finite_are_not_blamed_on_the_learning_rate(c
 def test_full_disk(finished, corpus, tmp_path, size):
     """The last checkpoint cannot be written: the one before is kept, and once there is room the run resumes from it."""
     out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
+    (out / "checkpoint-9.corrupt").mkdir()
+    (out / "checkpoint-9.corrupt" / "manifest.json").write_text('{"files": {}}')
     with disk_of(size), pytest.raises(RunFailedError) as caught:
         train(tiny(corpus, out))
     assert caught.value.exit_code == 3
     said = r"checkpoint-12 could not be written \(\d+ MiB are free in .*\): .*; checkpoint-8 is kept"
     assert re.search(said, str(caught.value), re.DOTALL)
-    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-9.corrupt"}
     train(tiny(corpus, out))
     assert_same_run(out, finished)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks import (
     HopConfig,
     InductionConfig,
@@ -187,13 +186,6 @@ def test_final_sequences(tmp_path: Path) -> None:
     assert lines(tmp_path, "eval")[-1]["rows"] == 17
 
 
-def test_training_stops_once_the_task_is_learned(tmp_path: Path) -> None:
-    """Even chance is above this level, so training stops after three evaluations."""
-    result = train_task(tiny(tmp_path, steps=40, stop_at=1e-9, stop_after=3, task=NGramConfig(vocab_size=2, pairs=3)))
-    assert result["steps"] == 9
-    assert [line["step"] for line in lines(tmp_path, "eval")] == [3, 6, 9]
-
-
 def test_early_stopping_counts_consecutive_evaluations() -> None:
     from transformers import TrainerControl, TrainerState
 
@@ -242,15 +234,8 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         train_task(tiny(tmp_path))
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    config = tiny(tmp_path, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0, clip_norm=0.0), steps=30)
-    with pytest.raises(RunFailedError, match=r"not finite (at|after) step"):
-        train_task(config)
-    assert all(math.isfinite(line["loss"]) for line in lines(tmp_path, "train"))
-
-
 def test_a_run_that_ended_early_ends_there_again(tmp_path: Path) -> None:
-    """After a kill at the checkpoint at which the task was learned, no further step is trained."""
+    """Even chance is above this level, so training stops after three evaluations, and no further step is trained."""
     config = tiny(tmp_path, steps=40, save_every=3, stop_at=1e-9, task=NGramConfig(vocab_size=2, pairs=3))
     result = train_task(config)
     kinds = [lines(tmp_path, kind) for kind in ("train", "eval", "coefficients")]

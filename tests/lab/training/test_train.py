@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from math import inf as INF
 from math import nan as NAN
 from pathlib import Path
@@ -23,7 +22,7 @@ from kvshift.lab.core.options import from_json
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
 from kvshift.lab.training.train import train
-from kvshift.lab.training.train_config import TrainConfig
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.training.trainer import sequence_losses, summarize
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
@@ -126,8 +125,6 @@ def test_config_comes_back(finished, corpus):
     assert (config.device, config.bf16) == ("cpu", "no")
     assert facts["tokens"] == 281
     assert len(digest) == 16
-    with pytest.raises(LabError, match=r"unknown field model\.shfit_targets; known: .*shift_targets"):
-        from_json(TrainConfig, {**values, "model": {"shfit_targets": []}})
 
 
 def test_environment(finished):
@@ -158,43 +155,23 @@ def test_tensorboard(corpus, tmp_path):
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(ours)
 
 
-def test_command_line(corpus, finished, tmp_path, capfd):
-    """Command-line options give the same run, and the help shows each option with its unit or default."""
+def test_command_line(corpus, finished, tmp_path):
+    """Command-line options give the same run."""
     out = tmp_path / "run"
     command = f"train --out {out} --data.corpus {corpus} --data.vocab-size 281 --data.sequence-length {LENGTH} "
     command += "--model.hidden-size 24 --model.num-attention-heads 2 --steps 12 --batch-size 4 --eval-rows 11 "
     command += "--eval-every 5 --save-every 4 --log-every 1 --device cpu --report-to"
     assert cli.main(command.split()) == 0
     assert result(out) == result(finished)
-    capfd.readouterr()
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["train", "--help-all"])
-    said = " ".join(capfd.readouterr().out.replace("│", " ").split())
-    for words in (
-        "Total number of optimizer steps.",
-        "--model.shift-targets",
-        "Sequences per forward pass",
-        "(default: 300)",
-        "WSD",
-    ):
-        assert words.lower() in said.lower()
 
 
 @pytest.mark.slow
-def test_interrupt_from_the_keyboard(corpus, tmp_path):
-    """The interrupt gives one line, exit code 130 and a complete checkpoint; the same command resumes."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_after_its_step(corpus, tmp_path, number, code):
+    """Ctrl-C, or SIGTERM as from a scheduler, gives one line, its exit code and a complete checkpoint."""
     out = tmp_path / "run"
     command = [sys.executable, "-m", "kvshift", "train", "--out", str(out), "--data.corpus", str(corpus)]
-    command += [
-        "--data.vocab-size",
-        "281",
-        "--data.sequence-length",
-        str(LENGTH),
-        "--steps",
-        "100000",
-        "--log-every",
-        "1",
-    ]
+    command += f"--data.vocab-size 281 --data.sequence-length {LENGTH} --steps 100000 --log-every 1".split()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         deadline = time.monotonic() + 100
@@ -202,11 +179,11 @@ def test_interrupt_from_the_keyboard(corpus, tmp_path):
             if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size:
                 break
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         said = process.communicate(timeout=60)[1]
     finally:
         process.kill()
-    assert process.returncode == 130, said
+    assert process.returncode == code, said
     assert "Traceback" not in said
     step = metrics(out, "train")[-1]["step"]
     assert f"kvshift train: stopped after step {step}; checkpoint-{step} is complete" in said
@@ -226,9 +203,6 @@ def test_the_record_of_a_run_is_a_file_of_its_options(finished, tmp_path, capsys
     assert f"out: {finished} holds a run of kvshift train" in capsys.readouterr().err
 
 
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -245,22 +219,12 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
             {"model": {"hidden_size": 25, "num_attention_heads": 2}},
             r"model.hidden_size must be a multiple of num_attention_heads \(2\), got 25",
         ),
-        *(
-            ({"model": {name: 0}}, rf"model.{name} must be a whole number from 1 to 2\*\*31 - 1, got 0")
-            for name in SIZES
-        ),
-        ({"model": {"hidden_size": -8}}, r"model.hidden_size must be a whole number .*, got -8"),
         ({"model": {"hidden_size": 2**40}}, r"model.hidden_size must be a whole number .*, got 1099511627776"),
-        *(
-            ({"model": {"rope_theta": t}}, "model.rope_theta must be more than 0 and finite")
-            for t in (-1.0, 0.0, INF, NAN)
-        ),
         ({"model": {"hidden_size": 6, "num_attention_heads": 2}}, r"must be even, for the rotary embedding; got 6 / 2"),
         ({"model": {"num_attention_heads": 4, "num_key_value_heads": 3}}, "num_key_value_heads"),
         ({"model": {"shift_window": 1}}, "shift_window must be an integer of at least 2, got 1"),
         ({"model": {"shift_constraint": "gate", "shift_init": "identity"}}, "shift_init"),
         ({"model": {"variant": "smeared"}}, "model.variant must be one of vanilla, kv-shift, .*, got 'smeared'"),
-        ({"model": {"variant": "smear", "shift_window": 3}}, "model.shift_window is 3, but model.variant is smear"),
         (
             {"model": {"vocab_size": 280}},
             "model.vocab_size must be at least 281, the number of tokens of the tokenizer, got 280",
@@ -289,16 +253,16 @@ def test_parts_of_sequences(corpus, tmp_path, name: str, kind: str, monkeypatch)
     assert not (tmp_path / "run").exists()
 
 
+POSITIVE, NOT_NEGATIVE = ("learning_rate", "epsilon"), ("clip_norm", "weight_decay", "shift_lr_multiplier")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"learning_rate": 0.0}, "optimizer.learning_rate must be more than 0"),
-        ({"learning_rate": INF}, "optimizer.learning_rate must be more than 0 and finite, got inf"),
-        ({"epsilon": INF}, "optimizer.epsilon must be more than 0 and finite, got inf"),
-        ({"clip_norm": INF}, "optimizer.clip_norm must be 0 or more, and finite, got inf"),
+        *(({name: INF}, f"optimizer.{name} must be more than 0 and finite, got inf") for name in POSITIVE),
+        *(({name: INF}, f"optimizer.{name} must be 0 or more, and finite, got inf") for name in NOT_NEGATIVE),
         ({"clip_norm": NAN}, "optimizer.clip_norm must be 0 or more, and finite, got nan"),
-        ({"weight_decay": INF}, "optimizer.weight_decay must be 0 or more, and finite, got inf"),
-        ({"shift_lr_multiplier": INF}, "optimizer.shift_lr_multiplier must be 0 or more, and finite, got inf"),
         ({"beta2": 1.0}, "optimizer.beta2 must be at least 0, less than 1, got 1.0"),
         ({"schedule": "wsd", "warmup_steps": 11}, "optimizer.warmup_steps must be at most 10, before the decay"),
         ({"min_lr_ratio": 2.0}, "optimizer.min_lr_ratio must be between 0 and 1"),
@@ -306,7 +270,6 @@ def test_parts_of_sequences(corpus, tmp_path, name: str, kind: str, monkeypatch)
     ],
     ids=str,
 )
-def test_optimizers_that_cannot_be(corpus, tmp_path, change, said):
-    config = tiny(corpus, tmp_path / "run")
+def test_optimizers_that_cannot_be(change, said):
     with pytest.raises(LabError, match=said):
-        train(replace(config, optimizer=replace(config.optimizer, **change)))
+        OptimizerConfig(**change).check(steps=12)

@@ -5,6 +5,7 @@ For all variants that decode with a cache: cached = uncached = each sequence alo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,34 +14,69 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvshift import ShiftState
+from kvshift.lab.variants.attention_mixin import TokenMixing
 from kvshift.lab.variants.building import build_model, describe
-from kvshift.lab.variants.by_name import with_variant
-from kvshift.lab.variants.mixing import TokenMixing
+from kvshift.lab.variants.by_name import find_variant, with_variant
+from kvshift.lab.variants.fox_shift import FoXShift
+from kvshift.lab.variants.key_offset import KeyOffset
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.models.versions import CACHE
 
 from ...covering import covering
+from ...models.llama import checks
+from ...models.llama.tiny import PAD, left_padded, random_tokens, randomize, tiny_config
 from . import test_convolution as convolution
-from . import test_fox_shift as fox
-from . import test_key_offset as key_offset
-from .layouts import HEADS, LAYOUTS, given, heads
-from .test_variant import TOKENS, documents, padded, shaken
+from .layouts import HEADS, LAYOUTS, before, given, heads
+from .test_attention_mixin import CACHE_CHECKS
+
+
+def fox_shift() -> FoXShift:
+    torch.manual_seed(0)
+    return FoXShift(HEADS)
+
+
+def fox_by_loop(shift: FoXShift, which: str, x: Tensor, rows: list[list[int | None]], hidden: Tensor) -> Tensor:
+    """Compute in double precision, head by head."""
+    y = torch.zeros_like(x, dtype=torch.float64)
+    for b, row in enumerate(rows):
+        for t in range(len(row)):
+            s = before(row, t)
+            for head, w in enumerate((shift.key_gate if which == "k" else shift.value_gate).double()):
+                a = 1 / (1 + math.exp(-(w @ hidden[b, t].double()).item()))
+                y[b, t, head] = (1 - a) * x[b, t, head].double()
+                if s is not None:
+                    y[b, t, head] += a * x[b, s, head].double()
+    return y
+
+
+def offset_by_loop(mixer: KeyOffset, which: str, x: Tensor, rows: list[list[int | None]], _: Tensor) -> Tensor:
+    y, quarter = x.double().clone(), x.shape[-1] // 4
+    slow = range(4 * quarter) if mixer.whole else [*range(quarter, 2 * quarter), *range(3 * quarter, 4 * quarter)]
+    for b, row in enumerate(rows):
+        for t in range(len(row)):
+            s = before(row, t)
+            for d in slow if s is not None and which == "k" else []:
+                y[b, t, :, d] = x[b, s, :, d]
+    return y
+
 
 # For each form, a function that makes the module, and its loop over (module, "k" or "v", heads, sequences, hidden).
 FORMS: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
     **{name: (partial(convolution.made, form), convolution.by_loop) for name, form in convolution.FORMS.items()},
-    **{name: (form, key_offset.by_loop) for name, form in key_offset.FORMS.items()},
-    "fox": (fox.made, fox.by_loop),
+    "half": (partial(KeyOffset, HEADS), offset_by_loop),
+    "whole": (partial(KeyOffset, HEADS, whole=True), offset_by_loop),
+    "fox": (fox_shift, fox_by_loop),
 }
 ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float64: 1e-12}  # bfloat16: half a unit of its 8 bits
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
 def reading(mixer: TokenMixing, hidden: Tensor) -> AbstractContextManager[None]:
-    return mixer.reading(hidden) if isinstance(mixer, fox.FoXShift) else nullcontext()
+    return mixer.reading(hidden) if isinstance(mixer, FoXShift) else nullcontext()
 
 
 def hidden_states(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -59,7 +95,7 @@ def test_by_the_loop(form: str, rows: list[list[int | None]], dtype: torch.dtype
     for which, x, got in zip("kv", (k, v), mixed, strict=True):
         assert got.dtype == dtype
         expected = by_loop(mixer, which, x, rows, hidden)
-        rtol = 0 if by_loop is key_offset.by_loop else ROUNDED[dtype]
+        rtol = 0 if by_loop is offset_by_loop else ROUNDED[dtype]
         torch.testing.assert_close(got[real].double(), expected[real], rtol=rtol, atol=min(rtol, 1e-5))
     assert torch.equal(k, kept)
 
@@ -76,7 +112,7 @@ def test_gradients(form: str) -> None:
                 return self.mixer.mix(k, v, None, **given([row[:5] for row in LAYOUTS["padding"][:3]]))[:2]
 
     called = Called()
-    names, weights = zip(*called.named_parameters(), strict=True) if form not in key_offset.FORMS else ((), ())
+    names, weights = [name for name, _ in called.named_parameters()], list(called.parameters())
     inputs = [x[:3, :5].double().requires_grad_() for x in (hidden_states(), *heads())]
 
     def mixed(*tensors: Tensor) -> Any:
@@ -113,8 +149,13 @@ def test_in_any_two_pieces(form: str, rows: list[list[int | None]]) -> None:
             torch.testing.assert_close(torch.cat(parts, dim=1)[real], expected[real], rtol=0, atol=atol)
 
 
-BY_LOOP = dict.fromkeys(("canon", "inkling", "conv-2"), convolution.by_loop) | {"fox-shift": fox.by_loop}
-BY_LOOP |= dict.fromkeys(("key-offset", "key-offset-whole"), key_offset.by_loop)
+def test_without_hidden_states_fox_has_no_gates() -> None:
+    with pytest.raises(RuntimeError, match="call it within `reading`"):
+        fox_shift().mix(*heads(), None, mask=None, seq_idx=None)
+
+
+BY_LOOP = dict.fromkeys(("canon", "inkling", "conv-2"), convolution.by_loop) | {"fox-shift": fox_by_loop}
+BY_LOOP |= dict.fromkeys(("key-offset", "key-offset-whole"), offset_by_loop)
 
 
 @pytest.mark.parametrize("name", BY_LOOP)
@@ -147,162 +188,39 @@ def test_where_it_stands(name: str) -> None:
 # Variants that replace the shift or come before the layers; KV shift has its own tests in tests/models/llama.
 CACHED = ("canon", "inkling", "conv-2", "key-offset", "key-offset-whole", "fox-shift", "smear")
 every_cached = pytest.mark.parametrize("name", CACHED)
-both_families = pytest.mark.parametrize("family", ["llama", "gpt2"])
 
 
-def decoder(name: str, family: str) -> Any:
-    """Return the model without its head; the lab's GPT-2 has a cache only there."""
-    model = shaken(name, family).double()
-    return model.model if family == "llama" else model.transformer
-
-
-def alone(body: Any, ids: Tensor) -> Tensor:
-    return body(input_ids=ids.unsqueeze(0), use_cache=False).last_hidden_state[0]
-
-
-def close(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
-
-
-def fed(body: Any, ids: Tensor, pieces: list[int], **first: Any) -> Tensor:
-    """Return the hidden states of (B, T) ids fed in pieces of these lengths; `first` goes with the first piece."""
-    cache, found = None, []
-    for piece in ids.split(pieces, dim=1):
-        output = body(input_ids=piece, **{CACHE: cache}, use_cache=True, **first)
-        cache, first = output.past_key_values, {}
-        found.append(output.last_hidden_state)
-    return torch.cat(found, dim=1)
-
-
-@both_families
-@every_cached
-def test_it_says_so(name: str, family: str) -> None:
-    assert decodes_with_cache(shaken(name, family))
-
-
-@both_families
-@every_cached
-def test_in_any_pieces(name: str, family: str) -> None:
-    body, chance = decoder(name, family), torch.Generator().manual_seed(2)
-    ids = torch.randint(TOKENS, (3, 7), generator=chance)
-    expected = torch.stack([alone(body, row) for row in ids])
-    for pieces in ([7], *([n, 7 - n] for n in range(1, 7)), [1] * 7, [2, 3, 2]):
-        close(fed(body, ids, pieces), expected)
-
-
-@covering(name=CACHED, side=["left", "right"], family=["llama", "gpt2"])
-def test_padded_prompts_go_on_each_as_alone(name: str, side: str, family: str) -> None:
-    body, texts = decoder(name, family), documents()
-    ids, mask, positions = padded(texts, side)
-    more = torch.randint(TOKENS, (len(texts), 3), generator=torch.Generator().manual_seed(4))
-    output = body(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
-    states = [output.last_hidden_state]
-    for t in range(more.shape[1]):
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-        output = body(
-            input_ids=more[:, t : t + 1],
-            attention_mask=mask,
-            position_ids=mask.sum(1, keepdim=True) - 1,
-            **{CACHE: output.past_key_values},
-            use_cache=True,
-        )
-        states.append(output.last_hidden_state)
-    for text, after, real, got in zip(texts, more, mask.bool(), torch.cat(states, dim=1), strict=True):
-        close(got[real], alone(body, torch.cat([text, after])))
-
-
-@covering(name=CACHED, chunk=[2, 3], family=["llama", "gpt2"])
-def test_a_padded_prompt_in_chunks(name: str, chunk: int, family: str) -> None:
-    """The first chunks of the shorter prompts contain only padding."""
-    body, texts = decoder(name, family), documents()
-    ids, mask, positions = padded(texts, "left")
-    cache, states = None, []
-    for start in range(0, ids.shape[1], chunk):
-        end = start + chunk
-        output = body(
-            input_ids=ids[:, start:end],
-            attention_mask=mask[:, :end],
-            position_ids=positions[:, start:end],
-            **{CACHE: cache},
-            use_cache=True,
-        )
-        cache = output.past_key_values
-        states.append(output.last_hidden_state)
-    for text, real, got in zip(texts, mask.bool(), torch.cat(states, dim=1), strict=True):
-        close(got[real], alone(body, text))
-
-
-@both_families
-@every_cached
-def test_the_last_of_packed_documents_continues(name: str, family: str) -> None:
-    body, texts = decoder(name, family), documents()
-    more = torch.randint(TOKENS, (4,), generator=torch.Generator().manual_seed(4))
-    ids = torch.cat([*texts, more]).unsqueeze(0)
-    packed = ids.shape[1] - len(more)
-    numbers = torch.cat([torch.full((len(text),), n) for n, text in enumerate(texts)]).unsqueeze(0)
-    got = fed(body, ids, [packed, 1, 3], seq_idx=numbers)
-    close(got[0, -len(more) - len(texts[-1]) :], alone(body, torch.cat([texts[-1], more])))
-
-
-@both_families
-@every_cached
-def test_a_cache_that_is_reordered_repeated_reset_and_cropped(name: str, family: str) -> None:
-    body, chance = decoder(name, family), torch.Generator().manual_seed(2)
-    ids, more = torch.randint(TOKENS, (3, 5), generator=chance), torch.randint(TOKENS, (3, 2), generator=chance)
-    order = torch.tensor([2, 0, 0])
-
-    def begun(rows: Tensor) -> Any:
-        return body(input_ids=rows, use_cache=True).past_key_values
-
-    def go_on(cache: Any, rows: Tensor) -> Tensor:
-        return body(input_ids=rows, **{CACHE: cache}, use_cache=True).last_hidden_state
-
-    expected = go_on(begun(ids[order]), more)
-    for change in ("reorder_cache", "batch_select_indices"):
-        cache = begun(ids)
-        getattr(cache, change)(order)
-        close(go_on(cache, more), expected)
-    cache = begun(ids)
-    cache.batch_repeat_interleave(2)
-    close(
-        go_on(cache, more.repeat_interleave(2, 0)),
-        go_on(begun(ids.repeat_interleave(2, 0)), more.repeat_interleave(2, 0)),
-    )
-    cache.reset()
-    close(go_on(cache, ids), go_on(None, ids))
-    cache = begun(ids[:, :1])
-    for layer in cache.layers:
-        layer.activate_past_recording()
-    go_on(cache, ids[:, 1:])
-    cache.crop(-2)
-    close(go_on(cache, more), go_on(begun(ids[:, :3]), more))
+def cached_model(name: str) -> Any:
+    model = find_variant(name).build(tiny_config(head_dim=12), seed=0)
+    randomize(model, seed=1)
+    model.generation_config.pad_token_id = PAD
+    return model.double().eval()
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"num_beams": 3},
-        {"prompt_lookup_num_tokens": 3},
-        {"cache_implementation": "static"},
-        {"prefill_chunk_size": 2},
-    ],
-    ids=lambda how: next(iter(how)),
+    "check",
+    [*CACHE_CHECKS, checks.check_splits, checks.check_chunked_prefill, checks.check_prompt_lookup],
+    ids=lambda check: check.__name__,
 )
 @every_cached
-def test_generate(name: str, how: dict[str, Any]) -> None:
-    model = shaken(name, "llama").double()
-    ids = torch.tensor([[3, 1, 4, 1, 5, 3, 1]])
-    asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    beams = {name: value for name, value in how.items() if name == "num_beams"}
-    expected = model.generate(ids, use_cache=False, **asked, **beams)
-    assert torch.equal(model.generate(ids, **asked, **how), expected)
+def test_with_a_cache(check: Callable[[Any], None], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is the model itself, without a cache, on one sequence alone."""
+    model = cached_model(name)
+    assert decodes_with_cache(model)
+
+    def alone(_: Any, config: Any, row: list[int]) -> Tensor:
+        return model(torch.tensor([row]), use_cache=False).logits[0]
+
+    monkeypatch.setitem(checks.REFERENCES, model.config.model_type, alone)
+    check(model)
 
 
 @every_cached
-def test_generate_of_padded_prompts(name: str) -> None:
-    model, texts = shaken(name, "llama").double(), documents()
-    ids, mask, _ = padded(texts, "left", 0)
-    asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    together = model.generate(ids, attention_mask=mask, **asked)[:, ids.shape[1] :]
-    for text, got in zip(texts, together, strict=True):
-        assert torch.equal(got, model.generate(text.unsqueeze(0), use_cache=False, **asked)[0, len(text) :])
+def test_a_cache_that_is_reset_and_records_what_crop_needs(name: str) -> None:
+    model, (ids, mask) = cached_model(name), left_padded([random_tokens(5), random_tokens(2, seed=1)])
+    cache = DynamicCache(config=model.config)
+    first = checks.logits_of(model, ids, attention_mask=mask, **{CACHE: cache})
+    cache.reset()
+    cache.activate_past_recording()
+    again = checks.logits_of(model, ids, attention_mask=mask, **{CACHE: cache})
+    torch.testing.assert_close(again[mask.bool()], first[mask.bool()], rtol=0, atol=1e-12)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvshift.benchmarks.peak import peak_bytes
-from kvshift.lab.core.errors import LabError
 from kvshift.lab.variants.building import build_model, describe
-from kvshift.lab.variants.by_name import find_variant, with_variant
+from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_full
 from kvshift.lab.variants.small_gpt2 import GPT2Options
@@ -157,7 +156,7 @@ def test_memory_grows_with_the_context(axis: Any) -> None:
     assert abs((peaks[2] - peaks[1]) / (peaks[1] - peaks[0]) - 1) < 0.05
 
 
-def build(name: str, size: Any, **options: Any) -> Any:
+def build(name: str, size: Any) -> Any:
     made = with_variant(size, name)
     return build_model(describe(made, vocab_size=31, length=41), seed=0, variant=name)
 
@@ -199,13 +198,3 @@ def test_whole_with_weights_or_dropout(size: Any) -> None:
             module.attention_dropout = 0.5
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     assert not torch.allclose(model.train()(ids, use_cache=False).logits, expected)
-
-
-def test_what_it_does_not_take_is_named() -> None:
-    with pytest.raises(LabError, match=r"selective cannot be built at this size: sliding_window must be None .* got 3"):
-        build("selective", ModelConfig(hidden_size=24, sliding_window=3))
-    model, ids = build("selective", ModelConfig(hidden_size=24)), torch.arange(9).unsqueeze(0)
-    with pytest.raises(ValueError, match=r"attention_mask must be \(batch, positions\) or None .* got \(1, 1, 9, 9\)"):
-        model(ids, attention_mask=torch.zeros(1, 1, 9, 9), use_cache=False)
-    size = describe(with_variant(ModelConfig(size="0.2B"), "selective"), vocab_size=50_304, length=9)
-    assert find_variant("selective").added_parameters(size) == 0

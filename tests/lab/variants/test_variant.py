@@ -15,17 +15,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.variants.bidirectional import EncoderOptions
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import VARIANTS, find_variant, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.lab.variants.uncached import decodes_with_cache
-from kvshift.lab.variants.variant import Variant
 from kvshift.layers import recompute
 
 SIZES = {
     "llama": ModelConfig(hidden_size=24, num_attention_heads=6, num_key_value_heads=3, qk_norm=True),
     "gpt2": GPT2Options(width=24, heads=3, head="linear", dropout=0.0, embedding_rows=None),
+    "encoder": EncoderOptions(width=24, heads=3),
 }
 TOKENS = 31
 LENGTHS = (5, 1, 7, 2)
@@ -42,7 +43,8 @@ EVEN = {("differential-wide", "llama"): replace(SIZES["llama"], num_key_value_he
 # in bfloat16.
 ILL_CONDITIONED = {"differential", "differential-wide", "differential-kv-shift", "selective", "selective-key"}
 ILL_CONDITIONED |= {"mla", "mla-kv-shift"}
-PAIRS = [(name, family) for name in VARIANTS for family in SIZES if family == "llama" or name not in LLAMA_ALONE]
+PAIRS = [(name, "llama") for name in VARIANTS] + [(name, "gpt2") for name in VARIANTS if name not in LLAMA_ALONE]
+PAIRS += [("vanilla", "encoder"), ("kv-shift", "encoder")]
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_pair = pytest.mark.parametrize(("name", "family"), PAIRS)
@@ -151,8 +153,7 @@ def test_it_says_how_many_parameters_it_adds(name: str, family: str) -> None:
     count = [sum(p.numel() for p in shaken(each, family, beside=name).parameters()) for each in (name, "vanilla")]
     options = with_variant(EVEN.get((name, family), SIZES[family]), name)
     size, before = describe(options, vocab_size=TOKENS, length=41), torch.get_rng_state()
-    variant: Variant = find_variant(name)
-    assert variant.added_parameters(size) == count[0] - count[1]
+    assert find_variant(name).added_parameters(size) == count[0] - count[1]
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -204,8 +205,8 @@ def test_documents_are_each_as_alone(name: str, family: str) -> None:
 
     pairs = (numbers[0, :, None] == numbers[0]).tril()[None, None]
     given = {"attention_mask": pairs, "position_ids": positions, "use_cache": False}
-    if name in ("selective", "selective-key") or "smear" in name:
-        said = r"attention_mask must be \(batch, positions\) or None for s.*, got \(1, 1, 15"
+    if name in ("selective", "selective-key", "smear") or family == "encoder":
+        said = r"attention_mask must be \(batch, positions\) or None for .*, got \(1, 1, 15"
         with pytest.raises(ValueError, match=said):
             model(input_ids=row, **given)
         return
@@ -268,11 +269,22 @@ def distance_in_bfloat16(name: str, family: str) -> float:
     return (got - alone(rounded.double(), ids)).abs().max().item()
 
 
-def test_a_size_that_cannot_be_is_named() -> None:
-    options = with_variant(GPT2Options(width=24, heads=4), "key-offset")
-    size = describe(options, vocab_size=23, length=9)
-    with pytest.raises(LabError, match=r"key-offset cannot be built at this size: .*multiple of 4, got 6"):
-        build_model(size, seed=0, variant="key-offset")
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("key-offset", GPT2Options(width=24, heads=4), "multiple of 4, got 6"),
+        ("differential", ModelConfig(hidden_size=24, num_attention_heads=4), "a multiple of 4 .*, got 6"),
+        ("differential-wide", ModelConfig(hidden_size=24, num_attention_heads=3), "even with halve_heads, got 3"),
+        ("mla", ModelConfig(hidden_size=24, num_attention_heads=4), "qk_rope_head_dim must be even, got 3"),
+        ("mla-kv-shift", ModelConfig(hidden_size=24, num_attention_heads=1), "2 or more with hard_shift, got 1"),
+        ("selective", ModelConfig(hidden_size=24, sliding_window=3), "sliding_window must be None .* got 3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_size_that_cannot_be_is_named(name: str, options: Any, said: str) -> None:
+    size = describe(with_variant(options, name), vocab_size=23, length=9)
+    with pytest.raises(LabError, match=rf"model\.variant {name} cannot be built at this size: .*{said}"):
+        build_model(size, seed=0, variant=name)
 
 
 @pytest.mark.parametrize("name", sorted(LLAMA_ALONE))

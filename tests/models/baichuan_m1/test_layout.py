@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import kvshift.models.baichuan_m1 as baichuan_m1
 from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM, BaichuanM1Model
-from kvshift.models.versions import CACHE
 
 from ...covering import covering
 from ..llama.checks import logits_of
@@ -196,27 +194,12 @@ def test_files_that_are_not_whole_are_refused(tmp_path):
         load(tmp_path)
 
 
-def test_an_index_without_a_shard_is_refused(tmp_path):
-    write(tmp_path, shards=3)
-    path = tmp_path / "model.safetensors.index.json"
-    index = json.loads(path.read_text(encoding="utf-8"))
-    names = [name for name, file in index["weight_map"].items() if file.startswith("model-00002")]
-    for name in names:
-        del index["weight_map"][name]
-    path.write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(ValueError, match=f"it lacks .*{names[0]}"):
-        load(tmp_path)
-
-
 CONFIGS = {
     "no layers named": ({"sliding_window_layers": None}, "sliding_window_layers must be a list .* got None"),
     "no such layer": ({"sliding_window_layers": [1, 3]}, r"different integers from 0 to 2, got \[1, 3\]"),
     "a layer twice": ({"sliding_window_layers": [1, 1]}, r"different integers from 0 to 2, got \[1, 1\]"),
     "bools": ({"sliding_window_layers": [True, False]}, r"a list of different integers .*, got \[True, False\]"),
-    "floats": ({"sliding_window_layers": [1.0]}, r"a list of different integers .*, got \[1\.0\]"),
     "text": ({"sliding_window_layers": "1"}, "a list of different integers .*, got '1'"),
-    "one layer": ({"sliding_window_layers": 1}, "a list of different integers .*, got 1"),
-    "lists": ({"sliding_window_layers": [[1]]}, r"a list of different integers .*, got \[\[1\]\]"),
     "no window": ({"sliding_window": None}, "sliding_window must be an integer of at least 2 .* got None"),
     "window 1": ({"sliding_window": 1}, "sliding_window must be an integer of at least 2 .* got 1"),
     "window 4.0": ({"sliding_window": 4.0}, "sliding_window must be an integer of at least 2 .* got 4.0"),
@@ -228,7 +211,6 @@ CONFIGS = {
         "num_swa_key_value_heads must be an integer of .* got 0",
     ),
     "convolution 3": ({"conv_window": 3}, "conv_window must be 2.*got 3"),
-    "convolution 1": ({"conv_window": 1}, "conv_window must be 2.*got 1"),
     "heads": (
         {"num_swa_attention_heads": 5},
         r"hidden_size \(48\) must be an even multiple of the 5 query heads",
@@ -273,11 +255,3 @@ def test_registering_twice_is_no_error():
     assert baichuan_m1.register() is True
     fields = {name: value for name, value in CONFIG.items() if name != "model_type"}
     assert type(AutoConfig.for_model("baichuan_m1", **fields)) is BaichuanM1Config
-
-
-def test_a_cache_of_another_model_is_refused(tmp_path):
-    model = load(write(tmp_path))
-    cache = DynamicCache(config=AutoConfig.for_model("llama", num_hidden_layers=2))
-    with pytest.raises(ValueError, match=f"{CACHE} has 2 layers, this model has 3"):
-        model(random_tokens(1, 3), **{CACHE: cache})
-    shutil.rmtree(tmp_path)

@@ -63,23 +63,23 @@ def test_the_shapes_are_those_of_the_table():
 
 
 CASES = {
-    "missing": (lambda w: w.pop("model.layers.1.self_attn.K"), "lacks model.layers.1.self_attn.shift.alpha$"),
-    "unknown": (lambda w: w.update({"model.more": torch.ones(2)}), "the checkpoint has unknown model.more$"),
+    "missing": (lambda w: w.pop("model.layers.1.self_attn.K"), 'Missing .* "model.layers.1.self_attn.shift.alpha"'),
+    "unknown": (lambda w: w.update({"model.more": torch.ones(2)}), 'Unexpected .* "model.more"'),
     "window 3": (
         lambda w: w.update({"model.layers.0.self_attn.V": torch.ones(2, 3)}),
-        r"has model.layers.0.self_attn.shift.beta \(2, 3\) where \(2, 2\) was expected$",
+        r"size mismatch for model.layers.0.self_attn.shift.beta: .* torch.Size\(\[2, 3\]\)",
     ),
     "rows": (
         lambda w: w.update({"model.layers.0.self_attn.W_pack.weight": torch.ones(90, 48)}),
-        "has unknown model.layers.0.self_attn.W_pack.weight; lacks model.layers.0.self_attn.k_proj.weight",
+        '(?s)Missing .*layers.0.self_attn.k_proj.weight.* Unexpected .* "model.layers.0.self_attn.W_pack.weight"',
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_other_weights_are_refused(case):
+def test_other_weights_are_refused_by_name(case):
     change, message = CASES[case]
     weights = published()
     change(weights)
-    with pytest.raises(ValueError, match=message):
-        from_paper(weights, CONFIG, norm_head=True)
+    with pytest.raises(RuntimeError, match=message):
+        KVShiftLlamaForCausalLM(CONFIG).load_state_dict(from_paper(weights, CONFIG, norm_head=True))

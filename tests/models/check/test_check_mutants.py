@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from kvshift.models.check import Report, check_model
 
 from ..llama.tiny import tiny_model
-from ..retrofit.tiny import shifted_gpt2
-from ..retrofit.tiny_families import shifted
+from ..retrofit.tiny_families import shifted, shifted_gpt2
 from .input_mutants import FAULTS, NAMED
 from .mutants import CHANGES_EVERYTHING, MUTANTS, sliding
 

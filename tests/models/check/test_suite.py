@@ -26,8 +26,7 @@ from kvshift.models.check import PROPERTIES, check_model
 
 from ..llama.tiny import tiny_model
 from ..registry import MODELS
-from ..retrofit.tiny import shifted_gpt2
-from ..retrofit.tiny_families import FAMILIES, shifted
+from ..retrofit.tiny_families import FAMILIES, shifted, shifted_gpt2
 
 OURS: dict[str, Callable[[], PreTrainedModel]] = {
     **MODELS,

@@ -27,6 +27,15 @@ REFERENCES = {
     "baichuan_m1": logits_of_state_dict,
 }
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4},
+    "sliding window": {"sliding_window": 5, "shift_window": 3},
+    "no shift": {"shift_targets": []},
+}
+"""Options of `tiny_model`."""
+every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+
 # Llama's norms and rotary angles are in float32, even in a float64 model; the logits here are of size 1 to 8.
 ATOL = 3e-5
 
@@ -140,13 +149,13 @@ def check_chunked_prefill(model: PreTrainedModel, **options: Any) -> None:
         check_left_padding(model, prefill_chunk_size=size, **options)
 
 
-def check_splits(model: PreTrainedModel, length: int = 9, atol: float = 1e-12, **inputs: Any) -> None:
+def check_splits(model: PreTrainedModel, atol: float = 1e-12) -> None:
     """A sequence in two pieces, cut anywhere, gives the logits of the whole; so does a sequence token by token."""
-    ids = random_tokens(1, length)
+    ids = random_tokens(1, 9)
     whole = logits_of(model, ids)
-    for sizes in [(cut, length - cut) for cut in range(1, length)] + [(1,) * length, (1, 3, 1, 2, length - 7)]:
+    for sizes in [(cut, 9 - cut) for cut in range(1, 9)] + [(1,) * 9, (1, 3, 1, 2, 2)]:
         cache = DynamicCache(config=model.config)
-        pieces = [logits_of(model, piece, **{CACHE: cache}, **inputs) for piece in ids.split(sizes, dim=1)]
+        pieces = [logits_of(model, piece, **{CACHE: cache}) for piece in ids.split(sizes, dim=1)]
         torch.testing.assert_close(
             torch.cat(pieces, dim=1), whole, rtol=0, atol=atol, msg=lambda m, s=sizes: f"{s}: {m}"
         )
@@ -191,7 +200,7 @@ def check_selection(model: PreTrainedModel) -> None:
         assert_next(model, rows[order], cache, random_tokens(len(order), 1, seed=3))
 
 
-def check_documents(model: PreTrainedModel, atol: float = ATOL) -> None:
+def check_documents(model: PreTrainedModel) -> None:
     """Documents packed into one sequence give the logits of separate sequences, whichever argument marks them."""
     lengths = (5, 1, 7, 2)
     documents = [random_tokens(length, seed=length) for length in lengths]
@@ -200,7 +209,7 @@ def check_documents(model: PreTrainedModel, atol: float = ATOL) -> None:
         for use_cache in (False, True):
             packed = logits_of(model, torch.cat(documents).unsqueeze(0), use_cache=use_cache, **{name: value})[0]
             for alone, got in zip(expected, packed.split(lengths), strict=True):
-                torch.testing.assert_close(got, alone, rtol=0, atol=atol)
+                torch.testing.assert_close(got, alone, rtol=0, atol=ATOL)
 
 
 def names_of(lengths: Sequence[int]) -> dict[str, Tensor]:

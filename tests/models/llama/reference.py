@@ -5,12 +5,13 @@ Shapes: T positions, H query heads, G KV heads, D head size, E model width, V vo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.layers.attention_reference import attend, constrained, rms_norm, rotate, shift
 
 
 def reference_logits(
@@ -27,89 +28,39 @@ def reference_logits(
         tokens: The document.
         attention: Another model's attention, a function of a layer's weights, the configuration, (T, E) and its number.
     """
-    attend = attention or (lambda layer, config, x_TE, _: _attention(layer, config, x_TE))
+    attention = attention or (lambda layer, config, x_TE, _: _attention(layer, config, x_TE))
     x_TE = weights["model.embed_tokens.weight"][torch.tensor(list(tokens))]
     for i in range(config.num_hidden_layers):
         prefix = f"model.layers.{i}."
         layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        x_TE = x_TE + attend(layer, config, _rms_norm(x_TE, layer["input_layernorm.weight"], config), i)
-        x_TE = x_TE + _mlp(layer, _rms_norm(x_TE, layer["post_attention_layernorm.weight"], config))
-    x_TE = _rms_norm(x_TE, weights["model.norm.weight"], config)
+        x_TE = x_TE + attention(layer, config, rms_norm(x_TE, layer["input_layernorm.weight"], config.rms_norm_eps), i)
+        x_TE = x_TE + _mlp(layer, rms_norm(x_TE, layer["post_attention_layernorm.weight"], config.rms_norm_eps))
+    x_TE = rms_norm(x_TE, weights["model.norm.weight"], config.rms_norm_eps)
     head = weights["model.embed_tokens.weight"] if config.tie_word_embeddings else weights["lm_head.weight"]
     return x_TE @ head.T
 
 
 @torch.no_grad()
-def reference_greedy(
-    weights: Mapping[str, Tensor],
-    config: Any,
-    prompt: Sequence[int],
-    new_tokens: int,
-    logits: Callable[..., Tensor] = reference_logits,
-) -> list[int]:
+def reference_greedy(weights: Mapping[str, Tensor], config: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
     """Return the `new_tokens` likeliest tokens after the prompt, each computed from scratch."""
     tokens = list(prompt)
     for _ in range(new_tokens):
-        tokens.append(int(logits(weights, config, tokens)[-1].argmax()))
+        tokens.append(int(reference_logits(weights, config, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
 
 
 def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor:
-    length, size = x_TE.shape[0], config.head_dim
+    def project(letter: str, coefficients: str) -> Tensor:
+        heads = _linear(layer, f"self_attn.{letter}_proj", x_TE).view(x_TE.shape[0], -1, config.head_dim)
+        return shift(heads, constrained(layer.get(f"self_attn.shift.{coefficients}"), config.shift_constraint))
 
-    def project(letter: str) -> Tensor:
-        return _linear(layer, f"self_attn.{letter}_proj", x_TE).view(length, -1, size)
-
-    q_THD = shift(project("q"), coefficients(layer, config, "self_attn.shift.gamma"))
-    k_TGD = shift(project("k"), coefficients(layer, config, "self_attn.shift.alpha"))
-    v_TGD = shift(project("v"), coefficients(layer, config, "self_attn.shift.beta"))
+    q_THD, k_TGD, v_TGD = project("q", "gamma"), project("k", "alpha"), project("v", "beta")
     if config.qk_norm:
-        q_THD = _rms_norm(q_THD, layer["self_attn.q_norm.weight"], config)
-        k_TGD = _rms_norm(k_TGD, layer["self_attn.k_norm.weight"], config)
+        q_THD = rms_norm(q_THD, layer["self_attn.q_norm.weight"], config.rms_norm_eps)
+        k_TGD = rms_norm(k_TGD, layer["self_attn.k_norm.weight"], config.rms_norm_eps)
     base = config.rope_parameters["rope_theta"]
-    q_THD, k_TGD = _rotate(q_THD, base), _rotate(k_TGD, base)
-
-    group = q_THD.shape[1] // k_TGD.shape[1]  # query heads that share a KV head are adjacent
-    k_THD, v_THD = k_TGD.repeat_interleave(group, dim=1), v_TGD.repeat_interleave(group, dim=1)
-    rows = []
-    for t in range(length):
-        first = 0 if config.sliding_window is None else max(0, t + 1 - config.sliding_window)
-        scores = torch.einsum("hd,thd->ht", q_THD[t], k_THD[first : t + 1]) / math.sqrt(size)
-        rows.append(torch.einsum("ht,thd->hd", scores.softmax(1), v_THD[first : t + 1]).flatten())
-    return _linear(layer, "self_attn.o_proj", torch.stack(rows))
-
-
-def coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor | None:
-    """Return the coefficients (heads, W), or None if the target is not shifted."""
-    parameter = layer.get(name)
-    if parameter is None:
-        return None
-    if config.shift_constraint == "gate":
-        return torch.cat([parameter.sigmoid(), 1 - parameter.sigmoid()], dim=1)
-    return parameter.clamp(0, 1) if config.shift_constraint == "clamp" else parameter
-
-
-def shift(x_TGD: Tensor, mix_GW: Tensor | None) -> Tensor:
-    """Return y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ..., without terms before the first token."""
-    if mix_GW is None:
-        return x_TGD
-    mix_WG1 = mix_GW.T.unsqueeze(2)
-    return torch.stack(
-        [
-            sum(mix_WG1[lag] * x_TGD[t - lag] for lag in range(mix_WG1.shape[0]) if t - lag >= 0)
-            for t in range(x_TGD.shape[0])
-        ]
-    )
-
-
-def _rotate(x_TGD: Tensor, base: float) -> Tensor:
-    """Rotate element i of each half at position t by the angle t / base^(2i / D)."""
-    length, _, size = x_TGD.shape
-    frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency
-    cos, sin = angle.cos().to(x_TGD.dtype), angle.sin().to(x_TGD.dtype)
-    first, second = x_TGD[..., : size // 2], x_TGD[..., size // 2 :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    heads_TE = attend(rotate(q_THD, base), rotate(k_TGD, base), v_TGD, config.sliding_window)
+    return _linear(layer, "self_attn.o_proj", heads_TE)
 
 
 def _mlp(layer: Mapping[str, Tensor], x_TE: Tensor) -> Tensor:
@@ -120,7 +71,3 @@ def _mlp(layer: Mapping[str, Tensor], x_TE: Tensor) -> Tensor:
 def _linear(layer: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     y = x @ layer[f"{name}.weight"].T
     return y + layer[f"{name}.bias"] if f"{name}.bias" in layer else y
-
-
-def _rms_norm(x: Tensor, weight: Tensor, config: Any) -> Tensor:
-    return weight * x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()

@@ -7,23 +7,17 @@ from transformers import DynamicCache
 from kvshift.models.versions import CACHE
 
 from .checks import (
+    VARIANTS,
     assert_greedy,
     assert_greedy_with_drafts,
     assert_next,
     assistant_of,
     check_prompt_lookup,
     crops,
+    every_variant,
     new_tokens_of,
 )
 from .tiny import random_tokens, tiny_model
-
-VARIANTS = {
-    "paper": {},
-    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4},
-    "sliding window": {"sliding_window": 6, "shift_window": 3},
-    "no shift": {"shift_targets": []},
-}
-every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def repetitive_prompt() -> torch.Tensor:

@@ -11,17 +11,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvshift.models.versions import CACHE
 
 from ...covering import covering
-from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of, reference_of
+from .checks import ATOL, VARIANTS, assert_greedy, assert_next, every_variant, logits_of, new_tokens_of, reference_of
 from .tiny import SIZES, random_tokens, tiny_model
 
 LENGTHS = (5, 1, 7, 2)
-VARIANTS = {
-    "paper": {},
-    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4},
-    "sliding window": {"sliding_window": 3, "shift_window": 3},
-    "no shift": {"shift_targets": []},
-}
-every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def documents_of(seed: int = 0) -> list[Tensor]:
@@ -69,16 +62,6 @@ def test_the_collator_of_transformers(named: dict):
         torch.testing.assert_close(got, expected, rtol=0, atol=ATOL)
         losses.append(torch.nn.functional.cross_entropy(expected[:-1], document[1:], reduction="sum"))
     torch.testing.assert_close(outputs.loss.double(), sum(losses) / (sum(LENGTHS) - len(LENGTHS)), rtol=1e-5, atol=1e-5)
-
-
-def test_a_number_may_come_again():
-    """A document begins wherever the number changes, even to a number that occurred before."""
-    model, documents = tiny_model(), documents_of()
-    inputs = packed(documents)
-    inputs["seq_idx"] = inputs["seq_idx"] % 2
-    logits = logits_of(model, inputs["input_ids"], seq_idx=inputs["seq_idx"])[0]
-    for document, got in zip(documents, logits.split(LENGTHS), strict=True):
-        torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
 
 
 @covering(

@@ -13,7 +13,7 @@ from kvshift.models.versions import CACHE
 from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.triton.call import triton_unsupported_reason
 
-from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of
+from .checks import ATOL, assert_greedy, logits_of, new_tokens_of
 from .tiny import left_padded, random_tokens, tiny_model
 
 pytestmark = pytest.mark.interpreted
@@ -73,10 +73,10 @@ def assert_close(results: list[Tensor], expected: list[Tensor], options: dict[st
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
 
 
-def loss_and_gradients(model: Any, batch: dict[str, Tensor], *, use_cache: bool = False) -> list[Tensor]:
+def loss_and_gradients(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
     model.zero_grad()
     labels = batch["input_ids"].masked_fill(batch.get("attention_mask", torch.ones(())) == 0, -100)
-    loss = model(**batch, labels=labels, use_cache=use_cache).loss
+    loss = model(**batch, labels=labels, use_cache=False).loss
     loss.backward()
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
@@ -91,16 +91,6 @@ def test_loss_and_gradients(options: dict, batch: str, launches, monkeypatch):
     assert launches == [LAYERS]
     monkeypatch.setattr(dispatch, "_AUTO", "eager")
     assert_close(own, loss_and_gradients(model, inputs), options)
-    assert launches[0] == LAYERS
-
-
-def test_a_cache_that_nobody_asked_for_costs_no_launch(launches):
-    """transformers creates a cache unless `use_cache` is False."""
-    model, inputs = tiny_model(torch.float64).train(), batches()["left padding"]
-    expected = loss_and_gradients(model, inputs)
-    launches[0] = 0
-    for own, y in zip(loss_and_gradients(model, inputs, use_cache=True), expected, strict=True):
-        assert torch.equal(own, y)
     assert launches[0] == LAYERS
 
 
@@ -151,30 +141,3 @@ def test_logits_and_states_token_by_token(options: dict, launches, monkeypatch):
         results.append([*logits, layer.keys, layer.values, state.k, state.v, layer.cumulative_length])
     assert launches == [4 * LAYERS]
     assert_close(results[0], results[1], options)
-
-
-@LONG
-def test_a_static_cache_is_reset_and_used_anew():
-    model = tiny_model(torch.float64, shift_window=3)
-    cache: Any = StaticCache(config=model.config, max_cache_len=12)
-    addresses = set()
-    for seed in range(2):
-        row = random_tokens(1, 3, seed=seed)
-        for token in row.split(1, dim=1):
-            logits_of(model, token, **{CACHE: cache})
-        assert_next(model, list(row), cache, random_tokens(1, 1, seed=9))
-        addresses |= {x.data_ptr() for x in (cache.layers[0].shift_state.k, cache.layers[0].keys)}
-        cache.reset()
-    assert len(addresses) == 2, "everything stays at its place"
-
-
-@LONG
-@with_and_without_norm
-def test_beams_and_left_padding_over_a_static_cache(options: dict, launches, monkeypatch):
-    model = tiny_model(torch.float64, **options)
-    ids, mask = left_padded([random_tokens(length, seed=length) for length in (3, 6)])
-    beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 4}
-    found = new_tokens_of(model, ids, mask, cache_implementation="static", **beams)
-    assert launches[0] > 0
-    monkeypatch.setattr(dispatch, "_AUTO", "eager")
-    assert torch.equal(found, new_tokens_of(model, ids, mask, use_cache=False, **beams))

@@ -1,7 +1,5 @@
 """Logits equal the reference in every variant, and transformers' own Llama if nothing is shifted."""
 
-import copy
-
 import pytest
 import torch
 from transformers import (
@@ -13,7 +11,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.versions import CACHE
 
 from .checks import ATOL, check_forward, logits_of, reference_of
@@ -72,56 +70,16 @@ def test_a_sliding_window_counts_tokens_and_not_the_padding_between_them():
     assert (got[1][0] - expected[0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
-def test_sequences_shorter_than_the_window_equal_the_reference(length: int):
-    check_forward(tiny_model(shift_window=4, sliding_window=3), length)
-
-
-def test_inputs_embeds_are_as_good_as_input_ids():
-    model, ids = tiny_model(), random_tokens(2, 7)
-    embeds = model.get_input_embeddings()(ids).detach()
-    torch.testing.assert_close(logits_of(model, None, inputs_embeds=embeds), logits_of(model, ids), rtol=0, atol=0)
-    for inputs in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
+def test_exactly_one_of_ids_and_embeddings_is_needed():
+    for inputs in ({}, {"input_ids": random_tokens(2, 7), "inputs_embeds": torch.zeros(2, 7, 42)}):
         with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
-            model(**inputs)
-
-
-def test_no_token_depends_on_a_later_one_and_each_on_all_before():
-    model = tiny_model(torch.float64)
-    embeds = model.get_input_embeddings()(random_tokens(1, 6)).detach().requires_grad_()
-    for t in range(6):
-        (gradient,) = torch.autograd.grad(model(inputs_embeds=embeds, use_cache=False).logits[0, t].sum(), embeds)
-        seen = gradient[0].abs().sum(1)
-        assert (seen[: t + 1] > 0).all()
-        assert (seen[t + 1 :] == 0).all()
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("pad", [left_padded, right_padded])
-@pytest.mark.parametrize("cached", [False, True])
-def test_padding_and_its_content_do_not_matter(pad, attention: str, cached: bool):
-    model = tiny_model(attention=attention, shift_window=3)
-    rows = [random_tokens(length, seed=length) for length in (4, 9, 1)]
-    ids, mask = pad(rows)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, use_cache=cached)
-    for row, real, got in zip(rows, mask.bool(), logits, strict=True):
-        torch.testing.assert_close(got[real], reference_of(model, row), rtol=0, atol=ATOL)
-    other = torch.where(mask.bool(), ids, PAD + 40)
-    changed = logits_of(model, other, attention_mask=mask, position_ids=positions, use_cache=cached)
-    torch.testing.assert_close(changed[mask.bool()], logits[mask.bool()], rtol=0, atol=0)
+            tiny_model()(**inputs)
 
 
 def test_a_mask_of_ones_changes_no_bit():
     model, ids = tiny_model(attention="sdpa"), random_tokens(2, 7)
     for mask in (torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool)):
         torch.testing.assert_close(logits_of(model, ids, attention_mask=mask), logits_of(model, ids), rtol=0, atol=0)
-
-
-def test_a_custom_four_dimensional_mask_goes_to_attention_as_it_is():
-    model, ids = tiny_model(), random_tokens(1, 7)
-    causal = torch.full((7, 7), torch.finfo(torch.float32).min).triu(1)[None, None]
-    torch.testing.assert_close(logits_of(model, ids, attention_mask=causal), logits_of(model, ids), rtol=0, atol=ATOL)
 
 
 # Both warnings concern how transformers uses torch.
@@ -181,15 +139,6 @@ def test_a_llama_checkpoint_loads_with_its_function_unchanged(tmp_path, targets:
     ids, mask = left_padded([random_tokens(11), random_tokens(5)])
     for inputs in ({}, {"attention_mask": mask}):
         torch.testing.assert_close(logits_of(ours, ids, **inputs), logits_of(llama, ids, **inputs), rtol=0, atol=0)
-
-
-def test_the_base_model_gives_the_hidden_states_of_the_whole():
-    model, ids = tiny_model(), random_tokens(2, 7)
-    base = KVShiftLlamaModel(copy.deepcopy(model.config)).eval()
-    base.load_state_dict(model.model.state_dict())
-    with torch.no_grad():
-        hidden = base(ids).last_hidden_state
-        torch.testing.assert_close(model.lm_head(hidden), model(ids).logits, rtol=0, atol=0)
 
 
 def test_hidden_states_and_attention_weights_can_be_recorded():

@@ -10,22 +10,8 @@ from transformers import CompileConfig, LlamaConfig, PreTrainedModel, StaticCach
 from kvshift.models.versions import CACHE
 
 from ..registry import MODELS
-from .checks import (
-    assert_greedy,
-    assert_next,
-    check_right_padding,
-    logits_of,
-    new_tokens_of,
-)
+from .checks import assert_greedy, assert_next, check_right_padding, every_variant, logits_of, new_tokens_of
 from .tiny import left_padded, random_tokens, tiny_model
-
-VARIANTS = {
-    "paper": {},
-    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4},
-    "sliding window": {"sliding_window": 5, "qk_norm": True},  # shorter than the prompts: see create_masks_for_generate
-    "no shift": {"shift_targets": []},
-}
-every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def test_right_padding():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from kvshift import KVShift
@@ -64,18 +65,16 @@ def random_tokens(*shape: int, seed: int = 0) -> Tensor:
 
 def left_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
     """Return sequences of unequal length as one batch, padded on the left, with its attention mask."""
-    length = max(len(row) for row in rows)
-    ids = torch.stack([nn.functional.pad(row, (length - len(row), 0), value=pad) for row in rows])
-    mask = torch.stack([nn.functional.pad(torch.ones_like(row), (length - len(row), 0)) for row in rows])
-    return ids, mask
+    return _padded(rows, pad, "left")
 
 
 def right_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
-    """Return sequences of unequal length as one batch, padded on the right, with its attention mask."""
-    length = max(len(row) for row in rows)
-    ids = torch.stack([nn.functional.pad(row, (0, length - len(row)), value=pad) for row in rows])
-    mask = torch.stack([nn.functional.pad(torch.ones_like(row), (0, length - len(row))) for row in rows])
-    return ids, mask
+    return _padded(rows, pad, "right")
+
+
+def _padded(rows: list[Tensor], pad: int, side: str) -> tuple[Tensor, Tensor]:
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side=side)
+    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
 
 
 @torch.no_grad()

@@ -217,21 +217,24 @@ def check_post_init(family: str) -> None:
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def check_sft_loss(family: str) -> None:
-    """TRL's loss of padded rows is the mean over all targets, with each row computed alone."""
+def sft_trainer(model: PreTrainedModel, rows: Sequence[Tensor], folder: str | Path, **options: Any) -> Any:
+    """Return TRL's trainer of a model on these rows of tokens."""
     from datasets import Dataset  # imported here, since they take seconds
     from trl import SFTConfig, SFTTrainer
 
-    model, truth = shifted(family, torch.float32), model_of(family)[1]
-    rows = prompts_of((11, 3, 8, 5))
     tokenizer = train_bpe(iter(["to be or not to be"]), 257)
     tokenizer.pad_token = tokenizer.eos_token
+    options = {"report_to": "none", "bf16": False, "use_cpu": True, CHECKPOINTING: False, **options}
+    data = Dataset.from_dict({"input_ids": [row.tolist() for row in rows]})
+    return SFTTrainer(model, SFTConfig(str(folder), **options), train_dataset=data, processing_class=tokenizer)
+
+
+def check_sft_loss(family: str) -> None:
+    """TRL's loss of padded rows is the mean over all targets, with each row computed alone."""
+    model, truth = shifted(family, torch.float32), model_of(family)[1]
+    rows = prompts_of((11, 3, 8, 5))
     with tempfile.TemporaryDirectory() as folder:
-        options = SFTConfig(
-            folder, per_device_train_batch_size=4, report_to="none", bf16=False, use_cpu=True, **{CHECKPOINTING: False}
-        )
-        data = Dataset.from_dict({"input_ids": [row.tolist() for row in rows]})
-        trainer = SFTTrainer(model, options, train_dataset=data, processing_class=tokenizer)
+        trainer = sft_trainer(model, rows, folder, per_device_train_batch_size=4)
         (batch,) = trainer.get_train_dataloader()
         loss = trainer.compute_loss(trainer.model, dict(batch)).detach()
     of_rows = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..llama.reference import coefficients, shift
+from tests.layers.attention_reference import attend, constrained, shift
 
 
 def gpt2_hidden(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int]) -> Tensor:
@@ -42,17 +42,15 @@ def gpt2_logits(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int
 
 
 def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor:
-    length = x_TE.shape[0]
-    heads = (length, config.n_head, -1)
-    q_TE, k_TE, v_TE = _linear(layer, "attn.c_attn", x_TE).chunk(3, dim=1)
-    q_THD = shift(q_TE.reshape(heads), coefficients(layer, config, "attn.shift.gamma"))
-    k_THD = shift(k_TE.reshape(heads), coefficients(layer, config, "attn.shift.alpha"))
-    v_THD = shift(v_TE.reshape(heads), coefficients(layer, config, "attn.shift.beta"))
-    rows = []
-    for t in range(length):
-        scores = torch.einsum("hd,thd->ht", q_THD[t], k_THD[: t + 1]) / math.sqrt(q_THD.shape[2])
-        rows.append(torch.einsum("ht,thd->hd", scores.softmax(1), v_THD[: t + 1]).flatten())
-    return _linear(layer, "attn.c_proj", torch.stack(rows))
+    projected = zip(_linear(layer, "attn.c_attn", x_TE).chunk(3, dim=1), ("gamma", "alpha", "beta"), strict=True)
+    q_THD, k_THD, v_THD = (
+        shift(
+            heads_TE.reshape(x_TE.shape[0], config.n_head, -1),
+            constrained(layer.get(f"attn.shift.{name}"), config.shift_constraint),
+        )
+        for heads_TE, name in projected
+    )
+    return _linear(layer, "attn.c_proj", attend(q_THD, k_THD, v_THD))
 
 
 def _linear(layer: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

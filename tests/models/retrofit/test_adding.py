@@ -14,7 +14,7 @@ from kvshift.models.retrofit import add_kv_shift
 
 from ...covering import covering
 from ..llama.checks import logits_of
-from ..llama.tiny import PAD, left_padded, random_tokens, right_padded
+from ..llama.tiny import left_padded, random_tokens, right_padded
 from .tiny_families import FAMILIES, SIZES, stock
 
 SHIFTS: dict[str, dict[str, Any]] = {
@@ -86,28 +86,6 @@ def test_outputs_and_gradients(family: str, shift: dict, attention: str, dtype: 
             torch.testing.assert_close(after[name], before[name], msg=lambda m, n=name: f"{n}: {m}")
         else:
             torch.testing.assert_close(after[name], before[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@covering(family=list(FAMILIES), attention=["eager", "sdpa"], dtype=[torch.float32, torch.bfloat16])
-def test_classification(family: str, attention: str, dtype: torch.dtype):
-    model = stock(family, dtype, attention, classifies=True, pad_token_id=PAD)
-    given = inputs()["padded left"]
-    before = logits_of(model, given["input_ids"], **{name: x for name, x in given.items() if name != "input_ids"})
-    add_kv_shift(model)
-    after = logits_of(model, given["input_ids"], **{name: x for name, x in given.items() if name != "input_ids"})
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-
-
-@covering(family=list(FAMILIES), shift=SHIFTS, options=[{}, {"cache_implementation": "static"}, {"num_beams": 3}])
-def test_generation(family: str, shift: dict, options: dict):
-    model = stock(family)
-    ids, mask = left_padded([random_tokens(4), random_tokens(9)])
-    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "output_scores": True, **options}
-    before = model.generate(ids, return_dict_in_generate=True, **options)
-    after = add_kv_shift(model, options_of(shift)).generate(ids, return_dict_in_generate=True, **options)
-    torch.testing.assert_close(after.sequences, before.sequences, rtol=0, atol=0)
-    for new, old in zip(after.scores, before.scores, strict=True):
-        torch.testing.assert_close(new, old, rtol=0, atol=0)
 
 
 @every_family

@@ -16,8 +16,7 @@ from kvshift.models.retrofit import (
 
 from ..llama.checks import logits_of
 from ..llama.tiny import random_tokens
-from .tiny import SIZES, shifted_gpt2, tiny_gpt2
-from .tiny_families import shifted
+from .tiny_families import shifted, shifted_gpt2, stock
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "GPT-2"])
@@ -70,16 +69,16 @@ def test_a_loaded_model_is_saved_and_loaded_again(tmp_path):
 
 
 def test_a_folder_of_another_model(tmp_path):
-    tiny_gpt2().save_pretrained(tmp_path)
+    stock("GPT-2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is not a model with a shift from add_kv_shift: its model_type is 'gpt2'"):
         load_kv_shift(tmp_path)
 
 
 def test_a_folder_of_gpt2_given_coefficients_while_it_is_loaded(tmp_path):
     """Coefficients that no file contains start as the configuration says."""
-    plain, ids = tiny_gpt2(), random_tokens(2, 7)
+    plain, ids = stock("GPT-2"), random_tokens(2, 7)
     plain.save_pretrained(tmp_path)
-    config = KVShiftGPT2Config(**SIZES, shift_init="identity")
+    config = KVShiftGPT2Config.from_pretrained(tmp_path, shift_init="identity")
     model, report = KVShiftGPT2LMHeadModel.from_pretrained(tmp_path, config=config, output_loading_info=True)
     assert all(".shift." in name for name in report["missing_keys"])
     assert torch.equal(logits_of(model, ids), logits_of(plain, ids))

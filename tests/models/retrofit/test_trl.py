@@ -8,36 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-from kvshift.lab.data.tokenizers import train_bpe
 
 from ..llama.checks import logits_of
-from ..registry import CHECKPOINTING
-from .tiny_families import FAMILIES, SIZES, shifted, truth_of
+from .matrix import prompts_of, sft_trainer
+from .tiny_families import FAMILIES, shifted, truth_of
 
-trl = pytest.importorskip("trl")
+pytest.importorskip("trl")
 
 LENGTHS = (5, 11, 1, 8, 2, 7, 3, 9)
-
-
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    tokenizer = train_bpe(iter(["to be or not to be"]), 257)
-    tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def trainer_of(model: PreTrainedModel, words: PreTrainedTokenizerFast, folder: Path, **options) -> "trl.SFTTrainer":
-    generator = torch.Generator().manual_seed(5)
-    rows = [torch.randint(2, SIZES["vocab_size"], (n,), generator=generator).tolist() for n in LENGTHS]
-    config = trl.SFTConfig(
-        output_dir=str(folder), per_device_train_batch_size=2, report_to="none", bf16=False, use_cpu=True,
-        **{CHECKPOINTING: False}, **options,
-    )  # fmt: skip
-    return trl.SFTTrainer(model, config, train_dataset=Dataset.from_dict({"input_ids": rows}), processing_class=words)
 
 
 def documents_of(batch: dict[str, Tensor]) -> list[slice]:
@@ -49,10 +28,10 @@ def documents_of(batch: dict[str, Tensor]) -> list[slice]:
     "options", [{"packing": True, "max_length": 16}, {"padding_free": True, "max_length": None}], ids=str
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_documents_loss_is_its_loss_alone(family: str, options: dict, words, tmp_path: Path):
+def test_each_documents_loss_is_its_loss_alone(family: str, options: dict, tmp_path: Path):
     model = shifted(family, torch.float32)
     truth = truth_of(model)
-    trainer = trainer_of(model, words, tmp_path, **options)
+    trainer = sft_trainer(model, prompts_of(LENGTHS), tmp_path, per_device_train_batch_size=2, **options)
     seen = []
     for batch in trainer.get_train_dataloader():
         documents = documents_of(batch)

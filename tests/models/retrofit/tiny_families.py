@@ -101,6 +101,13 @@ def shifted(
     return model
 
 
+def shifted_gpt2(
+    dtype: torch.dtype = torch.float32, attention: str = "sdpa", *, tie_word_embeddings: bool = False, **shift: Any
+) -> Any:
+    """Return the GPT-2 with these options of the shift."""
+    return shifted("GPT-2", dtype, attention, shift=shift, tie_word_embeddings=tie_word_embeddings)
+
+
 def truth_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return transformers' own model with the same weights, whose projections shift by loops; for uncached calls."""
     family = type(model).family

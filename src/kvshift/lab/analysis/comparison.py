@@ -102,7 +102,8 @@ def _summarize_seed(paired_runs: PairedRuns) -> dict[str, Any]:
         # Use the difference of the reported losses, so that the numbers of a row add up. Its error is over sequences.
         differences[variant] = Estimate(loss[variant].mean - loss[names[0]].mean, by_row.stderr, by_row.n)
         for unit, reached in reach.items():
-            reached[variant] = _reached(run, unit, loss[names[0]].mean)
+            where, losses = run.series("eval", unit, "loss")
+            reached[variant] = first_reached(where, losses, loss[names[0]].mean)
     return {
         "seed": paired_runs.seed,
         "loss": {variant: asdict(estimate) for variant, estimate in loss.items()},
@@ -131,11 +132,6 @@ def _peak_memory(paired_runs: Sequence[PairedRuns]) -> dict[str, float] | None:
     if any(None in values for values in peaks.values()):
         return None
     return {variant: _mean(values) for variant, values in peaks.items()}
-
-
-def _reached(run: Run, unit: str, target: float) -> float | None:
-    where, losses = run.series("eval", unit, "loss")
-    return first_reached(where, losses, target)
 
 
 def _final_loss(run: Run) -> Estimate:

@@ -1,8 +1,8 @@
-"""Plots of loss curves and learned coefficients from run folders."""
+"""Plots of loss curves, probes and learned coefficients from run folders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,21 @@ from kvshift.lab.runs.folder import read_metrics
 from kvshift.lab.runs.run import Run, read_run
 
 if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Inverts the lightness and keeps the hues: dark lines on white become light lines on black.
 _DARK = "@media (prefers-color-scheme: dark) {#figure_1 {filter: invert(0.93) hue-rotate(180deg)}}"
+
+# Title, which fits on one line, and y-axis label of each probe, by its name in metrics.jsonl.
+PROBE_PANELS = {
+    "prefix_matching": ("Prefix matching, best head", "attention"),
+    "previous_token": ("Previous token, best head", "attention"),
+    "repeat_loss": ("Loss on repeated random tokens", "nats per token"),
+    "loss_pair_seen": ("Loss, pair seen before", "nats per token"),
+    "loss_token_seen": ("Loss, token seen, pair not", "nats per token"),
+    "loss_neither": ("Loss, token not seen before", "nats per token"),
+    "late_minus_early": ("Loss at 500 minus that at 50", "nats per token"),
+}
 
 
 def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure:
@@ -27,46 +37,71 @@ def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure
 
     Each line is a mean over seeds, and its band the 95 % interval of that mean; pale lines are training losses.
     """
-    runs = [read_run(folder) for folder in folders]
-    if not runs:
-        raise LabError("folders must name at least one finished run, got none")
-    by_name: dict[str, dict[int, Run]] = {}
-    for run in runs:
-        by_name.setdefault(run.name, {})[run.config["seed"]] = run
+    by_name = _runs_by_name(folders)
     others = {name: seeds for name, seeds in by_name.items() if name != baseline}
     paired = baseline in by_name and others and all(s.keys() == by_name[baseline].keys() for s in others.values())
 
     differs = f"{next(iter(others))} minus {baseline}" if len(others) == 1 else f"minus {baseline}"
     titles = ["Validation loss (pale: training loss)", f"Validation loss, {differs}"] if paired else ["Loss"]
     figure, (losses, *rest) = new_figure(titles, ylabels=["loss (nats per token)", "difference (nats per token)"])
-    curves: dict[str, dict[str, Any]] = {
-        kind: {
-            name: {seed: run.series(kind, "tokens", "loss") for seed, run in seeds.items()}
-            for name, seeds in by_name.items()
-        }
-        for kind in ("train", "eval")
-    }
-    draw_means(losses, curves["eval"])
+    training, validation = (_series(by_name, kind, "loss") for kind in ("train", "eval"))
+    draw_means(losses, validation)
     low, high = losses.get_ylim()  # show all evaluations; early training losses may be outside
-    draw_faint(losses, curves["train"])
+    draw_faint(losses, training)
     losses.set_ylim(low, high)
     for axes in rest:
-        draw_means(axes, {name: curve_difference(curves["eval"][name], curves["eval"][baseline]) for name in others})
+        draw_means(axes, {name: curve_difference(validation[name], validation[baseline]) for name in others})
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xlim(losses.get_xlim())
-    for axes in figure.axes:
-        count_tokens(axes)
-    legend_below(figure, INTERVALS if any(len(s) > 1 for s in by_name.values()) else None)
+    _finish(figure, by_name)
     return figure
 
 
-def count_tokens(axes: Axes) -> None:
-    """Label the x-axis as training tokens, with ticks such as 200k or 1.2M."""
+def plot_probes(folders: Sequence[Path]) -> Figure | None:
+    """Draw a panel for each quantity that `--probes` measured in all finished runs; None if there is none.
+
+    Each line is a mean over seeds, and its band the 95 % interval of that mean.
+    """
+    by_name = _runs_by_name(folders)
+    lines = [[line for line in run.metrics if line["kind"] == "probes"] for s in by_name.values() for run in s.values()]
+    names = [name for name in PROBE_PANELS if all(of_run and all(name in line for line in of_run) for of_run in lines)]
+    if not names:
+        return None
+    titles, labels = zip(*(PROBE_PANELS[name] for name in names), strict=True)
+    figure, panels = new_figure(titles, ylabels=labels, height=2.6)
+    for axes, name in zip(panels, names, strict=True):
+        draw_means(axes, _series(by_name, "probes", name))
+    _finish(figure, by_name)
+    return figure
+
+
+def _runs_by_name(folders: Sequence[Path]) -> dict[str, dict[int, Run]]:
+    """Return finished runs by their label and seed."""
+    found: dict[str, dict[int, Run]] = {}
+    for run in map(read_run, folders):
+        found.setdefault(run.name, {})[run.config["seed"]] = run
+    if not found:
+        raise LabError("folders must name at least one finished run, got none")
+    return found
+
+
+def _series(by_name: Mapping[str, Mapping[int, Run]], kind: str, value: str) -> dict[str, dict[int, Any]]:
+    """Return a recorded value over training tokens, as `accuracy.Curves`."""
+    return {
+        name: {seed: run.series(kind, "tokens", value) for seed, run in seeds.items()}
+        for name, seeds in by_name.items()
+    }
+
+
+def _finish(figure: Figure, by_name: Mapping[str, Mapping[int, Run]]) -> None:
+    """Label the x-axes as training tokens, with ticks such as 200k or 1.2M, and add the legend."""
     from matplotlib.ticker import EngFormatter
 
-    axes.set_xlabel("training tokens")
-    integer_ticks(axes.xaxis)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for axes in figure.axes:
+        axes.set_xlabel("training tokens")
+        integer_ticks(axes.xaxis)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    legend_below(figure, INTERVALS if any(len(seeds) > 1 for seeds in by_name.values()) else None)
 
 
 def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvshift.lab.analysis.colors import BLUE, GREEN, PURPLE, VERMILLION
 from kvshift.lab.analysis.panels import new_figure
@@ -19,46 +17,24 @@ if TYPE_CHECKING:  # takes a second to import
 _LINES = {"$α_1$": (GREEN, "-"), "$α_2$": (GREEN, "--"), "$β_1$": (PURPLE, "-."), "$β_2$": (PURPLE, ":")}
 
 
-def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float] | np.ndarray = LEVELS) -> Figure:
-    """Draw a panel for each field; see `draw_field`.
-
-    Args:
-        rows: Fields by name of the row and then by title of the panel.
-        levels: Levels of the contour lines, in nats; by default those of Appendix L.
-    """
-    columns = max((len(panels) for panels in rows.values()), default=0)
-    if columns == 0:
-        raise ValueError("rows must hold at least one field, got none")
-    cells = [
-        (f"{name}, {title}", field)
-        for name, panels in rows.items()
-        for title, field in [*panels.items(), *[("", None)] * (columns - len(panels))]
-    ]
-    figure, panels = new_figure([title for title, _ in cells], columns=columns)
-    for axes, (_, field) in zip(panels, cells, strict=True):
-        if field is None:
-            axes.remove()
-        else:
-            draw_field(axes, field, levels=levels)
+def draw_fields(rows: Mapping[str, Mapping[str, Field]]) -> Figure:
+    """Draw a panel for each field (see `draw_field`), given by name of the row and then by title of the panel."""
+    fields = {f"{name}, {title}": field for name, panels in rows.items() for title, field in panels.items()}
+    figure, panels = new_figure([*fields], columns=3)
+    for axes, field in zip(panels, fields.values(), strict=True):
+        draw_field(axes, field)
     return figure
 
 
-def draw_field(axes: Axes, field: Field, levels: Sequence[float] | np.ndarray = LEVELS) -> None:
-    """Draw contour lines of the loss and streamlines of descent; a dot marks induction.
+def draw_field(axes: Axes, field: Field) -> None:
+    """Draw contour lines of the loss at `LEVELS` and streamlines of descent; a dot marks induction.
 
     If no level lies within the range of the loss, the range is written into the panel: the field is not flat.
     """
-    axes.streamplot(
-        field.alpha1,
-        field.beta1,
-        field.alpha1_step,
-        field.beta1_step,
-        color=BLUE,
-        linewidth=0.7,
-        density=0.8,
-    )
+    steps = field.alpha1_step, field.beta1_step
+    axes.streamplot(field.alpha1, field.beta1, *steps, color=BLUE, linewidth=0.7, density=0.8)
     low, high = float(field.loss.min()), float(field.loss.max())
-    crossed = [level for level in levels if low < level < high]
+    crossed = [level for level in LEVELS if low < level < high]
     if crossed:
         axes.contour(field.alpha1, field.beta1, field.loss, levels=crossed, colors="black", linewidths=0.6)
     else:

@@ -82,23 +82,11 @@ class StepsToLevel:
         """Geometric mean over seeds; None if a seed did not reach the level."""
         return None if self.missing else statistics.geometric_mean(self.reached)
 
-    @property
-    def median(self) -> float | None:
-        """Median over seeds, where missing seeds count as later than all others; None if it falls on a missing seed.
-
-        It is also None if a missing seed was stopped before the median, as it might have reached the level earlier.
-        """
-        ordered = sorted(math.inf if step is None else step for step in self.steps.values())
-        middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-        if middle == math.inf or any(self.last_steps[seed] < ordered[len(ordered) // 2] for seed in self.missing):
-            return None
-        return middle
-
-    def interval(self, confidence: float = 0.95) -> tuple[float, float] | None:
-        """Return Student's interval of the mean of log(steps), as steps; None for one seed, equal or missing seeds."""
+    def interval(self) -> tuple[float, float] | None:
+        """Return Student's 95 % interval of the mean of log(steps), as steps; None for one, equal or missing seeds."""
         if self.missing or len(set(self.reached)) == 1:
             return None
-        low, high = t_interval([math.log(step) for step in self.reached], confidence)
+        low, high = t_interval([math.log(step) for step in self.reached])
         return math.exp(low), math.exp(high)
 
     @property
@@ -149,11 +137,11 @@ class StepsComparison:
 
     outcome: Literal[
         "sooner", "later", "no difference shown", "sooner in every seed", "later in every seed", "undecided"
-    ]
-    text: str
-    ratio: float | None
-    low: float | None
-    high: float | None
+    ] = "undecided"
+    text: str = ""
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
     at_least: float | None
     at_most: float | None
     seeds: int
@@ -162,13 +150,9 @@ class StepsComparison:
 
 
 def compare_steps(
-    ours: StepsToLevel,
-    theirs: StepsToLevel,
-    *,
-    names: tuple[str, str] = ("KV-shift", "vanilla"),
-    confidence: float = 0.95,
+    ours: StepsToLevel, theirs: StepsToLevel, *, names: tuple[str, str] = ("KV-shift", "vanilla")
 ) -> StepsComparison:
-    """Compare the steps of two models with the same seeds by their ratio and Student's interval of its mean logarithm.
+    """Compare the steps of two models with the same seeds by their ratio, with the 95 % interval of its mean logarithm.
 
     Pairing by seed removes variation that both runs share, such as the order of the data.
     """
@@ -183,11 +167,6 @@ def compare_steps(
     at_most = None if None in most else max(value for value in most if value is not None)
     at_least = None if None in least else min(value for value in least if value is not None)
     found = StepsComparison(
-        outcome="undecided",
-        text="",
-        ratio=None,
-        low=None,
-        high=None,
         at_least=at_least,
         at_most=at_most,
         seeds=len(ours.steps),
@@ -196,7 +175,7 @@ def compare_steps(
     )
     if ours.missing or theirs.missing:
         return _censored(found, ours, theirs, names)
-    return _complete(found, [value for value in most if value is not None], names, confidence)
+    return _complete(found, [value for value in most if value is not None], names)
 
 
 def _over(ours: float | None, theirs: float | None) -> float | None:
@@ -217,9 +196,7 @@ def _censored(
     return replace(found, text=f"{counts}, no interval ({both})")
 
 
-def _complete(
-    found: StepsComparison, ratios: list[float], names: tuple[str, str], confidence: float
-) -> StepsComparison:
+def _complete(found: StepsComparison, ratios: list[float], names: tuple[str, str]) -> StepsComparison:
     ratio = statistics.geometric_mean(ratios)
     needs = f"{names[0]} needs {ratio:.3g} of the steps of {names[1]}"
     if len(ratios) == 1:
@@ -228,8 +205,8 @@ def _complete(
     if len(set(ratios)) == 1:
         text = f"{needs} in each of {_seeds(found.seeds)}; equal to the last bit, they give no interval"
         return replace(found, text=text, ratio=ratio)
-    low, high = (math.exp(end) for end in t_interval([math.log(value) for value in ratios], confidence))
-    interval = f"{100 * confidence:g} % interval {low:.3g} to {high:.3g}, {_seeds(found.seeds)}"
+    low, high = (math.exp(end) for end in t_interval([math.log(value) for value in ratios]))
+    interval = f"95 % interval {low:.3g} to {high:.3g}, {_seeds(found.seeds)}"
     found = replace(found, ratio=ratio, low=low, high=high)
     if low <= 1 <= high:
         return replace(found, outcome="no difference shown", text=f"no difference shown: {needs} ({interval})")

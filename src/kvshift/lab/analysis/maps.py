@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvshift.lab.analysis.colors import VERMILLION
 
 if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
     from numpy import ndarray
 
 _SYMBOLS = {"alpha": "α", "beta": "β", "gamma": "γ"}
@@ -184,27 +182,20 @@ def _draw_rows(
     cells: int,
 ) -> None:
     """Draw rows of panels, given as titles and values by layer and head, with a common scale."""
-    images = []
+    image: Any = None
     for row, panels in enumerate(rows):
         for column, (title, values) in enumerate(panels):
             axes = figure.add_subplot(len(rows), len(panels), row * len(panels) + column + 1)
-            images.append(_draw(axes, values, title, low=low, high=high, colors=colors, cells=cells))
+            image = axes.imshow(values, cmap=colors, vmin=low, vmax=high, aspect="auto")
+            axes.set_title(title, fontsize="medium")
+            axes.set(xlabel="head", xticks=range(len(values[0])), yticks=range(len(values)))
+            for layer, line in enumerate(values if cells <= _CELLS else ()):
+                for head, value in enumerate(line):
+                    text, ink = f"{round(value, 2) + 0.0:.2f}", _ink(value, low, high)
+                    axes.text(head, layer, text, ha="center", va="center", fontsize=7, color=ink)
             if column == 0:
                 axes.set_ylabel("layer")
-    figure.colorbar(images[-1], ax=figure.axes)
-
-
-def _draw(
-    axes: Axes, values: Sequence[Sequence[float]], title: str, *, low: float, high: float, colors: str, cells: int
-) -> AxesImage:
-    image = axes.imshow(values, cmap=colors, vmin=low, vmax=high, aspect="auto")
-    axes.set_title(title, fontsize="medium")
-    axes.set(xlabel="head", xticks=range(len(values[0])), yticks=range(len(values)))
-    for row, line in enumerate(values if cells <= _CELLS else ()):
-        for column, value in enumerate(line):
-            text = f"{round(value, 2) + 0.0:.2f}"
-            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=_ink(value, low, high))
-    return image
+    figure.colorbar(image, ax=figure.axes)
 
 
 def _ink(value: float, low: float, high: float) -> str:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvshift.lab.analysis.comparison import PairedRuns, legend, summarize, table
-from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
+from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, plot_probes, save_figure
 from kvshift.lab.analysis.pages import inline, render
-from kvshift.lab.analysis.probe_curves import plot_probes
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.atomic import read_json
 from kvshift.lab.runs.run import Run, read_run

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +56,8 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
             job.run(folder)
         write_records(out / "records.jsonl", [record_of(job, folder) for job, folder in runs])
         folders = {variant: run_folder(out, seeds[0], variant) for variant in config.variants}
-        with _without_progress_bars():
-            _measure_step_time(config, folders)
-            _write_samples(config, folders)
+        _measure_step_time(config, folders)
+        _write_samples(config, folders)
         try:
             more = config.with_seeds(3) if config.seeds == 1 else None
             summary = write_report(out, seeds, config.variants, more=more)
@@ -117,20 +114,6 @@ def _adopt_folder(config: CompareConfig) -> None:
             )
     else:
         write_json(path, options)
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers inside the block: small models fill them before they are visible."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from kvshift.lab.core.errors import LabError, require_unicode
+from kvshift.lab.core.errors import LabError, require, require_unicode
 from kvshift.lab.core.options import OptionTrait, option_names
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.by_name import VARIANTS, find_entry, refinements
@@ -51,11 +51,9 @@ class CompareConfig:
 
     def check(self) -> None:
         """Raise a LabError that names a wrong field, its value and the allowed values."""
-        if self.seeds < 1:
-            raise LabError(f"seeds must be 1 or more, got {self.seeds}")
+        require(self.seeds >= 1, "seeds", self.seeds, "1 or more")
         for name in ("step_time_seconds", "sample_tokens", "temperature"):
-            if not getattr(self, name) >= 0:
-                raise LabError(f"{name} must be 0 or more, got {getattr(self, name)}")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         if self.prompt == "":
             raise LabError("prompt must not be empty")
         require_unicode(self.prompt or "", "prompt")

@@ -18,12 +18,15 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     write_bytes(path, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
-    """Return the JSON in a file. Raise a LabError that names the file if it cannot be read."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise a LabError that names the file if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LabError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise LabError(f"{path}: must contain a JSON object, got {type(values).__name__}")
+    return values
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -50,12 +50,6 @@ def is_data_file(path: Path) -> bool:
     return _format(path) in FORMATS
 
 
-def is_local(corpus: str) -> bool:
-    """Return True if a corpus that is not bundled is a file, a folder or a glob; otherwise it may be a hub dataset."""
-    path = Path(corpus).expanduser()
-    return path.exists() or path.is_symlink() or glob.has_magic(corpus)
-
-
 def bundled_corpora() -> list[str]:
     """Return the sorted names of the corpora that are part of the package."""
     return sorted(file.name.removesuffix(".txt") for file in _corpora().iterdir() if file.name.endswith(".txt"))
@@ -69,9 +63,10 @@ def find_corpus(corpus: str, option: str) -> tuple[FileStamp, ...] | None:
     """
     if corpus in bundled_corpora():
         return find_files(str(_corpora() / f"{corpus}.txt"), option)
-    if is_local(corpus):
+    path = Path(corpus).expanduser()
+    if path.exists() or path.is_symlink() or glob.has_magic(corpus):
         return find_files(corpus, option)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(Path(corpus)):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(path):
         return None
     close = difflib.get_close_matches(corpus, bundled_corpora(), n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
@@ -82,14 +77,14 @@ def find_corpus(corpus: str, option: str) -> tuple[FileStamp, ...] | None:
 
 
 def find_texts(
-    corpus: str, validation: str | None, option: str = "corpus"
+    corpus: str, validation: str | None
 ) -> tuple[tuple[FileStamp, ...] | None, tuple[FileStamp, ...] | None]:
     """Return the files of a corpus and of its validation text; None for a hub dataset or if there is no such text.
 
     Raises:
         LabError: see `find_corpus`.
     """
-    files = find_corpus(corpus, option)
+    files = find_corpus(corpus, "corpus")
     if files is None or validation is None:  # for a hub dataset, `validation` is a split
         return files, None
     return files, find_files(validation, "validation")

@@ -36,19 +36,15 @@ class ShuffledEpochs(Sampler[int]):
 
 
 class EndlessStream(IterableDataset):
-    """A dataset that repeats a stream of sequences endlessly."""
+    """A dataset that repeats a stream of sequences endlessly, in the same order."""
 
     def __init__(self, sequences: Iterable[dict[str, Any]]) -> None:
         self._sequences = sequences
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        epoch = 0
         while True:
-            if hasattr(self._sequences, "set_epoch"):
-                self._sequences.set_epoch(epoch)  # type: ignore[attr-defined]  # a shuffled stream is reshuffled
             sequence = None
             for sequence in self._sequences:
                 yield sequence
-            if sequence is None:
-                raise LabError("data.corpus: the stream is shorter than one sequence of data.sequence_length tokens")
-            epoch += 1
+            if sequence is None:  # it would be read again and again without an end
+                raise LabError("data.corpus: the stream contains no sequence")

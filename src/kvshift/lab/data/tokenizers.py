@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import say
 from kvshift.lab.data.config import DataConfig
@@ -50,7 +52,7 @@ def make_tokenizer(config: DataConfig, train: Documents, folder: Path) -> PreTra
     if not (folder / ORIGIN).exists():
         tokenizer = _cached_bpe(train, config.vocab_size) if config.tokenizer is None else _load_named(config.tokenizer)
         _save(tokenizer, origin, folder)
-    found = _read_origin(folder)
+    found = read_json(folder / ORIGIN)
     if found != origin:
         differing = sorted(key for key in found.keys() | origin.keys() if found.get(key) != origin.get(key))
         key = differing[0]
@@ -176,17 +178,6 @@ def _save(tokenizer: PreTrainedTokenizerFast, origin: dict[str, Any], folder: Pa
             raise SaveError(f"cannot save the tokenizer in {folder}: {error}") from error
 
 
-def _read_origin(folder: Path) -> dict[str, Any]:
-    path = folder / ORIGIN
-    try:
-        origin = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LabError(f"cannot read {path}: {error}") from error
-    if not isinstance(origin, dict):
-        raise LabError(f"{path}: must be a JSON object, got {type(origin).__name__}")
-    return origin
-
-
 def _first_characters(text: Iterator[str], characters: int) -> Iterator[str]:
     for document in text:
         yield document[:characters]
@@ -211,18 +202,14 @@ def _words(text: Iterator[str]) -> Iterator[list[str]]:
 
 def _interruptibly(work: Callable[[], Any]) -> None:
     """Run `work` in a thread, so that the main thread can handle Ctrl-C, which `work` does not check for."""
-    problems: list[BaseException] = []
-    ended = threading.Event()
+    done: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
+            done.set_result(None)
         except BaseException as error:
-            problems.append(error)
-        finally:
-            ended.set()
+            done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()  # daemon: a process that exits does not wait for it
-    ended.wait()
-    if problems:
-        raise problems[0]
+    done.result()

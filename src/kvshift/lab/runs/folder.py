@@ -23,9 +23,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kvshift.lab.core.atomic import remove_folder, write_bytes
+from kvshift.lab.core.atomic import read_json, remove_folder, write_bytes
 from kvshift.lab.core.errors import FolderInUseError, LabError
 from kvshift.lab.core.json_lines import JSONLines
+
+LEFTOVERS = (".tokenizer-????????", ".model.part", ".model.former", ".*.json.part", ".*.jsonl.part")
+"""Patterns of the names of incomplete files and folders that a killed process may leave."""
 
 
 class RunFolder:
@@ -88,21 +91,15 @@ class RunFolder:
     def read(self, path: Path) -> dict[str, Any] | None:
         """Return the JSON object in a file, or None if the file does not exist."""
         try:
-            values = json.loads(path.read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError) as error:
-            raise LabError(f"{path} cannot be read: {error}; fix it, or choose another folder for out") from error
-        if not isinstance(values, dict):
-            raise LabError(
-                f"{path} must contain a JSON object, got {type(values).__name__}; fix it, or choose another folder for "
-                "out"
-            )
-        return values
+            return read_json(path)
+        except LabError as error:
+            if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+                return None
+            raise LabError(f"{error}; fix it, or choose another folder for out") from error
 
     def clean(self) -> None:
         """Remove incomplete files left by a process that was killed."""
-        for pattern in (".tokenizer-????????", ".model.part", ".model.former", ".*.json.part", ".*.jsonl.part"):
+        for pattern in LEFTOVERS:
             for path in self.path.glob(pattern):
                 if path.is_file():
                     path.unlink()

@@ -29,7 +29,7 @@ from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.model_files import locate, require_ids
 from kvshift.lab.runs.run import Run
-from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
+from kvshift.lab.variants.by_name import VARIANTS, find_variant
 from kvshift.lab.variants.model_config import DType
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
@@ -85,18 +85,14 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Load the tokenizer in a folder, as found by `model_files.locate`, or of a name on the hub."""
-    try:
+    with _named_errors(folder):
         return AutoTokenizer.from_pretrained(folder)
-    except MODEL_CONFIG_ERRORS as error:
-        raise LabError(_unreadable(str(folder), error)) from error
 
 
 def load_config(folder: str | Path) -> Any:
     """Load the configuration of the model in a folder, as found by `model_files.locate`, or of a name on the hub."""
-    try:
+    with _named_errors(folder):
         return AutoConfig.from_pretrained(folder)
-    except MODEL_CONFIG_ERRORS as error:
-        raise LabError(_unreadable(str(folder), error)) from error
 
 
 def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "auto", **kwargs: Any) -> Any:
@@ -109,19 +105,16 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
             folder is used even if its model type is registered by this package.
     """
     place = find_device(device)
-    try:
+    with _named_errors(folder), without_report():
         loader = AutoModelForCausalLM if not kwargs.get("trust_remote_code") else _remote_class(folder)
-        with _without_report():
-            loaded: Any = loader.from_pretrained(
-                folder,
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported as an error below, with the name of the weight
-                **kwargs,
-            )
-    except MODEL_CONFIG_ERRORS as error:
-        raise LabError(_unreadable(str(folder), error)) from error
+        loaded: Any = loader.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported as an error below, with the name of the weight
+            **kwargs,
+        )
     model, report = loaded
     if missing := report["missing_keys"]:
         raise LabError(f"model: {folder} lacks {len(missing)} weights, such as {min(missing)}")
@@ -146,7 +139,7 @@ def first_non_finite_parameter(model: torch.nn.Module) -> str | None:
 
 
 @contextmanager
-def _without_report() -> Iterator[None]:
+def without_report() -> Iterator[None]:
     """Suppress transformers' progress bar and loading report, whose contents `from_pretrained` also returns."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -182,9 +175,14 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _unreadable(folder: str, error: Exception) -> str:
-    what = "could not be loaded" if Path(folder).is_dir() else "could not be loaded from the hub"
-    return f"model: {folder} {what}: {_first_line(error)}"
+@contextmanager
+def _named_errors(folder: str | Path) -> Iterator[None]:
+    """Convert errors of reading a model to a LabError that names its folder or its name on the hub."""
+    try:
+        yield
+    except MODEL_CONFIG_ERRORS as error:
+        what = "could not be loaded" if Path(folder).is_dir() else "could not be loaded from the hub"
+        raise LabError(f"model: {folder} {what}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -200,9 +198,9 @@ def load_trained(run: Run) -> Any:
     """Load the final model of a run on text in float32, with the class that was used in training."""
     folder = run.folder / "model"
     values = read_json(folder / "config.json")
-    if values["model_type"] not in (LlamaConfig.model_type, KVShiftLlamaConfig.model_type):
-        find_variant(variant_of(run.config["model"]))  # registers its classes with transformers
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    values |= {"shift_targets": run.config["model"]["shift_targets"], "model_type": KVShiftLlamaConfig.model_type}
-    config = KVShiftLlamaConfig.from_dict(values)
-    return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    with without_report():
+        if values["model_type"] not in (LlamaConfig.model_type, KVShiftLlamaConfig.model_type):
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        values |= {"shift_targets": run.config["model"]["shift_targets"], "model_type": KVShiftLlamaConfig.model_type}
+        config = KVShiftLlamaConfig.from_dict(values)
+        return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)

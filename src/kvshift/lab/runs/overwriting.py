@@ -7,16 +7,13 @@ from pathlib import Path
 
 from kvshift.lab.core.atomic import remove_folder
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.runs.folder import LEFTOVERS, RunFolder
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\.corrupt(-\d+)?)?")
-_INCOMPLETE = re.compile(r"\..*\.part|\.tokenizer-.*|\.model\.former|\.next")
 
 
 def require_only_run_files(folder: RunFolder, init_from: str | None) -> None:
     """Raise a LabError if the folder contains more than a run, or the model of `init_from`. Change nothing."""
-    if not folder.config.exists():
-        return
     foreign = [path.name for path in sorted(folder.path.iterdir()) if not _is_run_file(folder, path)]
     if foreign:
         raise LabError(
@@ -46,9 +43,9 @@ def replace_run(folder: RunFolder) -> None:
 
 
 def _is_run_file(folder: RunFolder, path: Path) -> bool:
-    named = vars(folder).values()
     return (
-        path in named
-        or path.name == ".lock"
-        or bool(_CHECKPOINT.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name))
+        path in vars(folder).values()
+        or path.name in (".lock", ".next")
+        or bool(_CHECKPOINT.fullmatch(path.name))
+        or any(path.match(pattern) for pattern in LEFTOVERS)
     )

@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import logging
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.runs.loading import MODEL_CONFIG_ERRORS, first_non_finite_parameter
+from kvshift.lab.runs.loading import MODEL_CONFIG_ERRORS, first_non_finite_parameter, without_report
 from kvshift.lab.runs.model_files import locate
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.model_config import ModelConfig
@@ -149,16 +148,13 @@ def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = Fal
         config: configuration of the model, from `fitting_config`.
         freeze_shift: whether to keep the coefficients at their initial values.
     """
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # missing and unexpected weights are reported below
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
+        with without_report():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            )
     except MODEL_CONFIG_ERRORS as error:
         raise LabError(f"init_from: the weights of {source.name} cannot be loaded: {error}") from error
-    finally:
-        logging.set_verbosity(verbosity)
     model, report = loaded
     family = config.model_type.removeprefix("kvshift_").capitalize()
     added = set() if source.config.shift_targets else {name for name in report["missing_keys"] if ".shift." in name}

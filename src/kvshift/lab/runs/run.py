@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import read_lines
+from kvshift.lab.core.options import from_json
+from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.by_name import label_of
-
-if TYPE_CHECKING:
-    from kvshift.lab.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,6 @@ class Run:
 
     def options(self) -> TrainConfig:
         """Return `config` as a `TrainConfig`."""
-        from kvshift.lab.core.options import from_json  # imports the libraries that read data
-        from kvshift.lab.training.train_config import TrainConfig  # imports the libraries that read data
-
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         return from_json(TrainConfig, {name: value for name, value in self.config.items() if name in names})
 

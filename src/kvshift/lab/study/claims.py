@@ -164,9 +164,9 @@ def reached(found: StepsToLevel, within: float) -> Direction:
     return "holds" if interval[1] < within else "not shown"
 
 
-def percent(values: Sequence[float], digits: int = 1) -> str:
+def percent(values: Sequence[float]) -> str:
     """Format the mean of shares in per cent, with its interval cut at 0 and 100; the text names each cut."""
-    mean = f"{100 * statistics.fmean(values):.{digits}f} %"
+    mean = f"{100 * statistics.fmean(values):.1f} %"
     if len(values) == 1:
         return f"{mean} (1 seed)"
     if len(set(values)) == 1:
@@ -175,10 +175,10 @@ def percent(values: Sequence[float], digits: int = 1) -> str:
     cuts = " and ".join(end for end, cut in (("0", low < 0), ("100", high > 1)) if cut)
     low, high = (100 * min(1, max(0, end)) for end in (low, high))
     cut = f", cut at {cuts}" if cuts else ""
-    return f"{mean} (95 % interval {low:.{digits}f} to {high:.{digits}f}{cut}, {len(values)} seeds)"
+    return f"{mean} (95 % interval {low:.1f} to {high:.1f}{cut}, {len(values)} seeds)"
 
 
-def points(ours: Sequence[float], theirs: Sequence[float], digits: int = 1) -> str:
+def points(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Format the difference of shares in percentage points, paired by seed, with its interval.
 
     Digits are added if a nonzero end of the interval would be printed as 0.
@@ -188,6 +188,7 @@ def points(ours: Sequence[float], theirs: Sequence[float], digits: int = 1) -> s
         return f"no difference in any of {len(differences)} seeds"
     interval = difference_interval(differences)
     low, high = (100 * end for end in interval or (0, 0))
+    digits = 1
     while any(end != 0 and round(end, digits) == 0 for end in (low, high)):
         digits += 1
     ends = interval and f"{low:+.{digits}f} to {high:+.{digits}f}"

@@ -19,13 +19,13 @@ class Grid:
 
     Attributes:
         rates: the grid, in ascending order.
-        seeds: seeds of the tuning runs, 1000 and up, separate from the seeds of the reported runs, which begin at 0.
+        seeds: seeds of the tuning runs, 1000 and up, so that none of them is also reported.
         steps: number of steps of the tuning runs, which are the first steps of a longer run if the rate is constant;
             None for as many as the reported runs have.
     """
 
     rates: tuple[float, ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = (1000,)
     steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -40,15 +40,21 @@ class Preset:
     """One size of a recipe.
 
     Attributes:
-        seeds: default number of seeds, which are 0 ... seeds - 1.
+        seeds: default number of seeds.
         cost: time that the preset takes, and the hardware, in words.
         grid: learning rates and seeds with which the rate of each variant is tuned first; None if the rates of the jobs
             are fixed.
+        first_seed: the first of the seeds, which are consecutive.
     """
 
     seeds: int
     cost: str
     grid: Grid | None = None
+    first_seed: int = 0
+
+    def seed_numbers(self, count: int | None = None) -> range:
+        """Return the seeds of the reported runs: `count` of them, or the default number."""
+        return range(self.first_seed, self.first_seed + (count or self.seeds))
 
 
 @dataclass(frozen=True, kw_only=True)

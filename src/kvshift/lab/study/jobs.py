@@ -49,6 +49,9 @@ class RunJob(ABC):
     def seed(self) -> int:
         return self.config.seed
 
+    def with_seeds(self, seeds: Sequence[int]) -> list[Self]:
+        return [replace(self, config=replace(self.config, seed=seed)) for seed in seeds]
+
     def at_rate(self, rate: float) -> Self:
         """Return the same run with another learning rate."""
         optimizer = replace(self.config.optimizer, learning_rate=rate)
@@ -67,15 +70,17 @@ class RunJob(ABC):
             job = replace(job, config=replace(job.config, steps=steps))
         return replace(job, arm=replace(self.arm, rate=rate), tunes=self.arm)
 
-    @abstractmethod
     def is_finished(self, out: Path) -> bool:
-        """See `Job`, also for the methods below."""
+        """Return True if the run is finished. Raise a LabError if `out` has other options or the text is missing."""
+        return out.exists() and check_folder(RunFolder(out), self._options(self._with_local_paths()))
+
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        """See `Job`; the text need not be on this machine."""
+        return other_options(options, self._options(self.config))
 
     @abstractmethod
-    def other_options(self, options: Mapping[str, Any]) -> list[str]: ...
-
-    @abstractmethod
-    def run(self, out: Path) -> None: ...
+    def run(self, out: Path) -> None:
+        """See `Job`."""
 
     def on_bundled_text(self) -> Self:
         """Return the same run on the bundled corpus if its text is in files, else the run itself."""
@@ -105,6 +110,14 @@ class RunJob(ABC):
             "result": {**run.result, "coefficients": run.coefficients()},
         }
 
+    def _options(self, config: Any) -> dict[str, Any]:
+        """Return the options of a run as JSON."""
+        return to_json(config)
+
+    def _with_local_paths(self) -> Any:
+        """Return the options with the paths of the text on this machine."""
+        return self.config
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(RunJob):
@@ -120,15 +133,11 @@ class TrainingJob(RunJob):
         task = replace(task, corpus=DataConfig().corpus, validation=None)
         return replace(self, config=replace(self.config, task=task))
 
-    def is_finished(self, out: Path) -> bool:
-        """Return True if the run is finished. Raise a LabError if `out` has a run with other options."""
-        return out.exists() and check_folder(RunFolder(out), task_options(self.config))
-
-    def other_options(self, options: Mapping[str, Any]) -> list[str]:
-        return other_options(options, task_options(self.config))
-
     def run(self, out: Path) -> None:
         train_task(replace(self.config, out=out))
+
+    def _options(self, config: Any) -> dict[str, Any]:
+        return task_options(config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,14 +193,6 @@ class TextJob(RunJob):
         data = replace(self.config.data, corpus=DataConfig().corpus, validation=None)
         return replace(self, config=replace(self.config, data=data))
 
-    def is_finished(self, out: Path) -> bool:
-        """Return True if the run is finished. Raise a LabError if `out` has other options or the text is missing."""
-        return out.exists() and check_folder(RunFolder(out), to_json(self._with_local_paths()))
-
-    def other_options(self, options: Mapping[str, Any]) -> list[str]:
-        """See `Job`; the text need not be on this machine."""
-        return other_options(options, to_json(self.config))
-
     def run(self, out: Path) -> None:
         train(replace(self._with_local_paths(), out=out), self.callbacks())
 
@@ -209,24 +210,20 @@ class TextJob(RunJob):
         return {**found, "options": {**options, "data_facts": facts}, "config_hash": digits, "result": result}
 
     def _with_local_paths(self) -> TrainConfig:
-        """Return the options with the paths of the text on this machine."""
         if not _is_file(self.config):
             return self.config
         found = {name: find_shared(value) for name, value in _text_paths(self.config).items()}
         return replace(self.config, data=replace(self.config.data, **found))
 
 
-def pairs_of_depths(config: TrainConfig, depths: Sequence[int], seeds: Sequence[int]) -> list[TextJob]:
-    """Return jobs for the model of `config` with each depth and seed, with KV shift and without."""
+def pairs_of_depths(config: TrainConfig, depths: Sequence[int]) -> list[TextJob]:
+    """Return jobs for the model of `config` with each depth, with KV shift and without."""
     return [
         TextJob(
             arm=Arm(variant=variant, layers=layers),
-            config=replace(
-                config, seed=seed, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)
-            ),
+            config=replace(config, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)),
         )
         for layers in depths
-        for seed in seeds
         for variant in PAIR
     ]
 
@@ -285,15 +282,22 @@ class Computation:
 
     Attributes:
         arm: arm of the study.
-        config: options, as a frozen dataclass.
+        config: options, as a frozen dataclass, with a field `seed` if the numbers are random.
         function: returns the result as JSON, from `config`; defined at the top level of a module.
-        seed: seed of random numbers, if there are any.
     """
 
     arm: Arm
     config: Any
     function: Callable[[Any], dict[str, Any]]
-    seed: int = 0
+
+    @property
+    def seed(self) -> int:
+        return getattr(self.config, "seed", 0)
+
+    def with_seeds(self, seeds: Sequence[int]) -> list[Self]:
+        if not hasattr(self.config, "seed"):
+            return [self]
+        return [replace(self, config=replace(self.config, seed=seed)) for seed in seeds]
 
     def is_finished(self, out: Path) -> bool:
         """Return True if the result is in `out`. Raise a LabError if it was computed with other options."""

@@ -89,9 +89,8 @@ def rates_of(records: Sequence[Record]) -> str:
     return _ALL_EACH if all(of_model == rates for of_model in by_model.values()) else _ONE_EACH
 
 
-def _rates(records: Sequence[Record], score: Score | None) -> str:
+def _rates(records: Sequence[Record], score: Score) -> str:
     """Return a table of the last losses of each variant at each learning rate, with the chosen rates in bold."""
-    assert score is not None, "a recipe with a grid needs a score to tune by"
     variants, best = by_tuned_arm(records), best_rates(records, score)
     rates = sorted({rate for by_rate in variants.values() for rate in by_rate})
     rows = [("learning rate", *(f"{rate:.2g}" for rate in rates))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ class Job(Protocol):
     @property
     def seed(self) -> int:
         """The random seed; jobs with equal seeds are paired: they see the same data."""
+        ...
+
+    def with_seeds(self, seeds: Sequence[int]) -> Sequence[Job]:
+        """Return the same job with each of these seeds, or the job alone if nothing in it is random."""
         ...
 
     def is_finished(self, out: Path) -> bool:
@@ -91,6 +96,12 @@ class Score:
         return self.numbers(record)
 
 
+LEAST_LOSS = Score(
+    lambda record: (-math.inf if has_diverged(record) else -last_loss(record),), "the validation loss at the end"
+)
+"""The lowest validation loss after the last step; a run that diverged has the lowest score."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A figure or table of the paper.
@@ -98,10 +109,10 @@ class Recipe:
     Attributes:
         entry: name, title and presets.
         source: place in the paper.
-        jobs: returns the jobs of a preset for some seeds, the longest first.
+        arms: returns a job for each arm of a preset, the longest first; the seeds are added to them.
         plot: makes the figure from the records of one preset.
         claims: compares the claims of the paper with the records.
-        tuned_by: score that chooses the best learning rate of each variant, if a preset has a grid.
+        tuned_by: score that chooses the best learning rate of each variant of a preset with a grid.
         tables: makes Markdown tables from all records, including the tuning runs; None for no tables.
         scored: name of the accuracy for which the report lists the steps to 90 % and 99 % by model; None for none.
         notes: gaps and errors in the paper and the choices made here; `find_recipe` adds the notes in the folder.
@@ -109,10 +120,10 @@ class Recipe:
 
     entry: Entry
     source: str
-    jobs: Callable[[str, Sequence[int]], Sequence[Job]]
+    arms: Callable[[str], Sequence[Job]]
     plot: Callable[[Sequence[Record]], Figure]
     claims: Callable[[Sequence[Record]], Sequence[Claim]]
-    tuned_by: Score | None = None
+    tuned_by: Score = LEAST_LOSS
     tables: Callable[[Sequence[Record]], str] | None = None
     scored: str | None = None
     notes: Sequence[str] = ()
@@ -131,6 +142,10 @@ class Recipe:
     def presets(self) -> Mapping[str, Preset]:
         """The presets by name: "smoke", "laptop", "paper"."""
         return self.entry.presets
+
+    def jobs(self, preset: str, seeds: Sequence[int]) -> list[Job]:
+        """Return the jobs of a preset: each arm with each seed."""
+        return [job for arm in self.arms(preset) for job in arm.with_seeds(seeds)]
 
 
 def without_tuning_runs(records: Sequence[Record]) -> list[Record]:

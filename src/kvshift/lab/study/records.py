@@ -81,12 +81,12 @@ def load_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | N
     if recipe.entry.study is None:
         return records
     size = recipe.presets[preset]
-    arms = {job.arm for job in recipe.jobs(preset, [0])}
+    arms = {job.arm for job in recipe.arms(preset)}
     ours = [record for record in records if (record.tunes or record.arm) in arms]
     seeds = [{record.seed for record in ours if record.tunes is None and record.arm == arm} for arm in arms]
     shared = set.intersection(*seeds)
     tuned = {record.tunes for record in ours if record.tunes is not None}
-    if not shared >= set(range(size.seeds)) or (size.grid is not None and tuned != arms):
+    if not shared >= {*size.seed_numbers()} or (size.grid is not None and tuned != arms):
         return None
     return [record for record in ours if record.tunes is not None or record.seed in shared]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +9,7 @@ from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.entry import Grid
 from kvshift.lab.study.jobs import RunJob
-from kvshift.lab.study.recipe import Job, Record, Score, accuracy_curve, has_diverged, last_mean
+from kvshift.lab.study.recipe import Job, Record, Score, accuracy_curve, last_mean
 
 
 def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
@@ -23,14 +22,13 @@ def at_best_rates(jobs: Sequence[Job], best: Mapping[Arm, float]) -> list[Job]:
     return [job.at_rate(best[job.arm]) if isinstance(job, RunJob) else job for job in jobs]
 
 
-def best_rates(records: Sequence[Record], score: Score | None) -> dict[Arm, float]:
+def best_rates(records: Sequence[Record], score: Score) -> dict[Arm, float]:
     """Return the rate of each arm with the highest mean score over the tuning seeds; the lowest one in case of a tie.
 
     Args:
         records: records of the tuning runs only.
         score: score whose numbers are averaged over seeds and then compared as a tuple.
     """
-    assert score is not None, "a recipe with a grid needs a score to tune by"
 
     def mean(runs: Sequence[Record]) -> tuple[float, ...]:
         return tuple(statistics.fmean(numbers) for numbers in zip(*map(score, runs), strict=True))
@@ -68,11 +66,3 @@ def reached_soonest(name: str, level: float, *, last: int) -> Score:
 
     at_end = f"the accuracy at the end (mean of {last})"
     return Score(score, f"{at_end} up to {100 * level:g} %, then how soon it is reached")
-
-
-def least_loss(*, last: int = 1) -> Score:
-    """Score runs by the mean validation loss of the `last` evaluations; a run that diverged has the lowest score."""
-    return Score(
-        lambda record: (-math.inf if has_diverged(record) else -last_mean(record, "loss", last),),
-        "the validation loss at the end",
-    )

@@ -17,7 +17,6 @@ Shapes: B sequences, T positions in a sequence, N pairs in the table, P pairs in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,8 +55,7 @@ class NGramTask:
     Slices: "new" contains the labels of pairs that occur for the first time in their sequence (all labels if sequences
     are not packed); "repeated" contains the others.
 
-    Chance, for new: the guesser always names the most frequent x3. `best_accuracy` also gives the accuracy of guessers
-    that know only x1 or only x2.
+    Chance, for new: the guesser always names the most frequent x3.
 
     Attributes:
         pairs: (N, 2) int64, the sorted, distinct pairs of the table.
@@ -74,7 +72,7 @@ class NGramTask:
         drawn = torch.randint(config.vocab_size, (config.pairs, 2), generator=generator)
         self.pairs = drawn.unique(dim=0)
         self.targets = torch.randint(config.vocab_size, (len(self.pairs),), generator=generator)
-        self.chance = {"new": self.best_accuracy("nothing")}
+        self.chance = {"new": int(self.targets.bincount().max()) / len(self.targets)}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
         """Draw the next `batch_size` sequences; see `Task.batch`."""
@@ -84,17 +82,6 @@ class NGramTask:
     def whole_table(self) -> Batch:
         """Return each pair of the table once, in sequences of three tokens: (N, 3)."""
         return self._rows(torch.arange(len(self.pairs)).unsqueeze(1))
-
-    def best_accuracy(self, known: Literal["nothing", "x1", "x2"]) -> float:
-        """Return the accuracy over the table of the best answer for x3, given one token of the pair or none.
-
-        sum_c max_x #{pairs with known token c and target x} / N
-        """
-        if known not in ("nothing", "x1", "x2"):
-            raise ValueError(f"known must be nothing, x1 or x2, got {known!r}")
-        token_N = {"nothing": torch.zeros_like(self.targets), "x1": self.pairs[:, 0], "x2": self.pairs[:, 1]}[known]
-        right = sum(int(self.targets[token_N == token].bincount().max()) for token in token_N.unique())
-        return right / len(self.pairs)
 
     def _rows(self, index_BP: Tensor) -> Batch:
         rows, triples = index_BP.shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
@@ -74,6 +73,3 @@ class TaskBatches(Dataset[Batch]):
         if not 0 <= number < self.batches:
             raise IndexError(f"number must lie in 0 ... {self.batches - 1}, got {number}")
         return self.task.batch(batch_generator(self.split, self.seed, number), self.batch_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (self[number] for number in range(self.batches))

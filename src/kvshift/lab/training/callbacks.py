@@ -129,11 +129,9 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         now = time.perf_counter()
-        self._step_time, self._timed_steps, self._last_time = (
-            self._step_time + now - self._last_time,
-            self._timed_steps + 1,
-            now,
-        )
+        self._step_time += now - self._last_time
+        self._timed_steps += 1
+        self._last_time = now
 
     def on_save(self, *args: Any, **kwargs: Any) -> None:
         self._last_time = time.perf_counter()

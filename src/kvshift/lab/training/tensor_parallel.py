@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils import logging
 
 from kvshift.lab.core.atomic import remove_folder
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.runs.loading import without_report
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.callbacks import gather_full
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
@@ -116,17 +116,13 @@ def shard_model(
     part = folder.path / ".model.part"
     if checkpoint is None:
         processes.main_first(lambda: model.save_pretrained(part))
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers warns that the plan also names QK-norm, which not every model has
-    try:
+    with without_report():  # transformers warns that the plan also names QK-norm, which not every model has
         divided = KVShiftLlamaForCausalLM.from_pretrained(
             checkpoint or part,
             config=deepcopy(cast(Any, model.config)),
             dtype=torch.float32,
             distributed_config=DistributedConfig(tp_size=tensor_parallel_size(), tp_plan="auto"),
         )
-    finally:
-        logging.set_verbosity(verbosity)
     # Newer versions of Trainer refuse to save a model marked as distributed, but `RunTrainer` gathers all its parts.
     divided._is_distributed_loading_by_transformers = False
     for name, parameter in divided.named_parameters():

@@ -23,7 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from kvshift.lab.core.errors import DivergedError, RunFailedError
 from kvshift.lab.core.messages import say
 from kvshift.lab.data.order import EndlessStream, ShuffledEpochs
-from kvshift.lab.runs.checkpoints import mark_complete, remove_old_checkpoints
+from kvshift.lab.runs.checkpoints import list_checkpoints, mark_complete, remove_old_checkpoints, size_fault
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.callbacks import Evaluation, gather_full
 from kvshift.lab.training.optimizer import adamw
@@ -225,9 +225,8 @@ class RunTrainer(Trainer):
         raise DivergedError(f"{message}; {self._describe_kept_checkpoint()}", step)
 
     def _describe_kept_checkpoint(self) -> str:
-        checkpoints = [path.parent.name for path in self._config.out.glob("checkpoint-*/manifest.json")]
-        newest = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default=None)
-        return f"{newest} is kept" if newest else "there is no earlier checkpoint"
+        complete = [folder for folder in list_checkpoints(self._config.out) if size_fault(folder) is None]
+        return f"{complete[-1].name} is kept" if complete else "there is no earlier checkpoint"
 
     def _require_finite_loss(self, finite: bool) -> None:
         """Stop the run unless `finite`, which tells whether the loss of the evaluation is finite."""

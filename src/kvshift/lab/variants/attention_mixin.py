@@ -1,7 +1,6 @@
-"""The base class of variants with another attention function over the finished queries, keys and values.
+"""The base classes of variants that replace one part of an attention: the shift, or the attention function.
 
-A variant implements `attend` in a subclass of `AttentionMixin` and prepends this class to the attention of each layer
-(see `prepend_class`). Projections, shift, QK-norm, rotary embedding and cache remain those of the family.
+All other parts remain those of the family.
 
 Shapes: B batch, T positions of this call, K keys, H query heads, G KV heads, D head size.
 """
@@ -11,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from kvshift.models.decoder import ShiftedAttention, shift_and_cache
+from kvshift.ops import ShiftState
+from kvshift.ops.arguments import Norms
+from kvshift.ops.attention_inputs import shift_norm_rope
+from kvshift.ops.rope import Rotary
 
 
 def require_token_mask(attention_mask: Any, variant: str) -> None:
@@ -26,8 +29,54 @@ def require_token_mask(attention_mask: Any, variant: str) -> None:
         raise ValueError(f"attention_mask must be (batch, positions) or None for {variant}, got {what}")
 
 
+class TokenMixing(nn.Module):
+    """A module that replaces the `KVShift` of an attention and is called like it. Subclasses implement `mix`.
+
+    Like the shift, it takes raw keys and values, after the projections and before QK-norm and rotary embedding. The
+    cache stores its raw rows beside the finished keys and values, and moves, crops and resets them together
+    (`kvshift.models.cache`).
+
+    Attributes:
+        targets: which of "k" and "v" it changes.
+        after_norm: whether it is applied between QK-norm and rotary embedding instead of before both.
+    """
+
+    targets: tuple[str, ...] = ("k", "v")
+    after_norm: bool = False
+
+    def mix(
+        self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> tuple[Tensor, Tensor, ShiftState | None]:
+        """Return mixed keys and values (B, T, G, D) and the new state; arguments are those of `kvshift.kv_shift`."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        state: ShiftState | None = None,
+        mask: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        rotary: Rotary | None = None,
+        norms: Norms | None = None,
+        keep_state: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
+        """Apply `mix`, QK-norm and rotary embedding; see `KVShift.forward`."""
+        if self.after_norm and norms is not None:
+            q, k, norms = norms[0](q), norms[1](k), None
+        k, v, state = self.mix(k, v, state, mask=mask, seq_idx=seq_idx)
+        q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms, keep_state=False)  # type: ignore[assignment]  # queries were given
+        return q, k, v, state if keep_state else None
+
+
 class AttentionMixin(ShiftedAttention):
-    """A mixin for the attention of the Llamas and of the lab's GPT-2, which has no cache."""
+    """A mixin for the attention of the Llamas and of the lab's GPT-2, which has no cache.
+
+    A variant implements `attend`, a function of the finished queries, keys and values, and prepends its class to that
+    of each attention (see `prepend_class`).
+    """
 
     def forward(
         self,

@@ -22,18 +22,15 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
-from transformers import AutoConfig
-from transformers.modeling_outputs import CausalLMOutput
 
 from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.tasks.option_checks import check_at_least, check_choices
-from kvshift.lab.variants.attention_mixin import require_token_mask
-from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder
+from kvshift.lab.variants.attention_mixin import TokenMixing, require_token_mask
+from kvshift.lab.variants.uncached import TaskModel, UncachedConfig, UncachedDecoder
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.models.llama.modeling import KVShiftLlamaPreTrainedModel
 from kvshift.ops import shift_tokens
-from kvshift.ops.attention_inputs import shift_norm_rope
 
 Direction = Literal["previous", "next", "both"]
 _WINDOWS = {"previous": 2, "next": 2, "both": 3}
@@ -70,7 +67,7 @@ def shift_both_ways(
     return y.to(x.dtype)
 
 
-class BidirectionalShift(KVShift):
+class BidirectionalShift(TokenMixing, KVShift):
     """Applies `shift_both_ways` to keys and values in place of an attention's `KVShift`, with the same initial values.
 
     Args:
@@ -90,22 +87,18 @@ class BidirectionalShift(KVShift):
         super().__init__(num_kv_heads, options)
         self.direction = direction
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Shift whole sequences; there is no state to continue from.
-
-        Args:
-            q, k, v: as in `KVShift.forward`.
-            call: mask, seq_idx, rotary and norms, as in `KVShift.forward`; others are ignored.
-        """
-        where = {name: call.get(name) for name in ("mask", "seq_idx")}
+    def mix(
+        self, k: Tensor, v: Tensor, state: Any, *, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> tuple[Tensor, Tensor, None]:
+        """See `TokenMixing.mix`; there is no state to continue from."""
         coefficients = self.coefficients()
-        if "k" in coefficients:
-            k = shift_both_ways(k, coefficients["k"], self.direction, **where)
-        if "v" in coefficients:
-            v = shift_both_ways(v, coefficients["v"], self.direction, **where)
-        finish = {name: call.get(name) for name in ("rotary", "norms")}
-        q, k, v, _ = shift_norm_rope(q, k, v, None, None, **finish, keep_state=False)  # type: ignore[assignment]  # queries were given
-        return q, k, v, None
+        k, v = (
+            shift_both_ways(x, coefficients[target], self.direction, mask=mask, seq_idx=seq_idx)
+            if target in coefficients
+            else x
+            for target, x in (("k", k), ("v", v))
+        )
+        return k, v, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +188,8 @@ class EncoderModel(UncachedDecoder, KVShiftLlamaModel):
         return masks, position_ids
 
 
-class LabEncoder(KVShiftLlamaPreTrainedModel):
-    """An encoder for tasks, which scores tokens at every position. Tokens attend to later ones, so it has no cache."""
+class LabEncoder(TaskModel, KVShiftLlamaPreTrainedModel):
+    """An encoder for tasks; see `TaskModel`. Its output matrix is the embedding matrix."""
 
     decodes_with_cache = False
     config: EncoderConfig
@@ -208,24 +201,8 @@ class LabEncoder(KVShiftLlamaPreTrainedModel):
         self.loss_type = "ForCausalLM"
         self.post_init()
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
-        """Return the logits and their mean cross-entropy with the labels.
-
-        Args:
-            input_ids: (B, T).
-            labels: (B, T). The output at t - 1 is compared with labels[t]; positions with -100 are ignored.
-            kwargs: attention_mask, position_ids, seq_idx and cu_seq_lens_q, as in `KVShiftLlamaModel.forward`.
-
-        Returns:
-            `loss`, None without labels, and `logits` (B, T, V).
-        """
-        in_batch = kwargs.pop("num_items_in_batch", None)  # from Trainer: number of labels in all batches of a step
-        hidden = self.model(input_ids, **{**kwargs, "use_cache": False}).last_hidden_state
-        logits = F.linear(hidden, self.model.embed_tokens.weight)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], num_items_in_batch=in_batch)
-        return CausalLMOutput(loss=loss, logits=logits)
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        return F.linear(hidden_states, self.model.embed_tokens.weight)
 
 
 def encoder_config(options: EncoderOptions, *, vocab_size: int, length: int) -> EncoderConfig:
@@ -247,7 +224,7 @@ def encoder_config(options: EncoderOptions, *, vocab_size: int, length: int) -> 
         max_position_embeddings=length,
         bos_token_id=None,
         eos_token_id=None,
-        tie_word_embeddings=False,  # `forward` uses the embedding matrix itself, so nothing needs tying
+        tie_word_embeddings=False,  # `logits` uses the embedding matrix itself, so nothing needs tying
         shift_direction=options.direction,
         **ShiftOptions.of(options).as_fields(),
     )
@@ -262,6 +239,3 @@ def _bidirectional_mask(x: Tensor, real: Tensor | None, documents: Tensor | None
         others = others & (documents.unsqueeze(1) == documents.unsqueeze(2))
     added = torch.zeros((), dtype=x.dtype, device=x.device).masked_fill(~(seen | others), torch.finfo(x.dtype).min)
     return added.unsqueeze(1)
-
-
-AutoConfig.register(EncoderConfig.model_type, EncoderConfig, exist_ok=True)

@@ -97,7 +97,7 @@ def build_model(
 
     Args:
         size: configuration of the model.
-        seed: random seed of its weights; see `Variant.build`.
+        seed: random seed of its weights; see `ModelVariant.build`.
         variant: name of the variant; None for KV shift or vanilla, depending on the size's `shift_targets`.
         freeze_shift: whether to keep the coefficients of the shift at their initial values.
         zero_outputs: whether to initialise `o_proj` and `down_proj`, the output projections of a Llama's attention and

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvshift.lab.core.errors import LabError
 
 if TYPE_CHECKING:
-    from kvshift.lab.variants.variant import Variant
+    from kvshift.lab.variants.variant import ModelVariant
 
 # The model options of a run: `ModelConfig`, `GPT2Options` or `EncoderOptions`.
 _Options = TypeVar("_Options")
@@ -87,7 +87,7 @@ def find_entry(name: str, where: str = "variant") -> VariantEntry:
     return VARIANTS[name]
 
 
-def find_variant(name: str, where: str = "variant") -> Variant:
+def find_variant(name: str, where: str = "variant") -> ModelVariant:
     """Import the module of a variant and return the variant; all names that stand for KV shift return "kv-shift"."""
     entry = find_entry(name, where)
     variants = import_module(f"kvshift.lab.variants.{entry.module}").MODEL_VARIANTS

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing
+from kvshift.lab.variants.attention_mixin import TokenMixing
+from kvshift.lab.variants.mixing import Heads, MixingVariant
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops import ShiftState
 from kvshift.ops.boundaries import ShiftPlan, plan_shift
@@ -25,25 +26,22 @@ from kvshift.ops.torch_ops import gather_rows, state_after
 
 
 def convolve(
-    x: Tensor, weight: Tensor, rows: Tensor | None = None, plan: ShiftPlan | None = None, *, residual: bool = False
+    x: Tensor, weight: Tensor, rows: Tensor, plan: ShiftPlan | None = None, *, residual: bool = False
 ) -> Tensor:
     """Return y by the formula above, (B, T, G, D).
 
     Args:
         x: (B, T, G, D).
         weight: (C, W), column j for lag j.
-        rows: the raw rows before x, newest last, (B, R, G, D) with R >= W - 1; None for zeros.
+        rows: the raw rows before x, newest last, (B, R, G, D) with R >= W - 1.
         plan: which position reads which rows, for padding and documents; None if every row is one sequence.
         residual: whether to add x itself.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    window, length = weight.shape[1], x.shape[1]
-    if rows is None:
-        rows = x.new_zeros(x.shape[0], window - 1, *x.shape[2:])
-    past = rows.shape[1]
+    length, past = x.shape[1], rows.shape[1]
     all_rows = torch.cat([rows, x], dim=1).to(dtype)
     y = x.to(dtype) if residual else torch.zeros_like(x, dtype=dtype)
-    for lag, of_lag in enumerate(weight.to(dtype).view(*x.shape[2:], window).unbind(-1)):
+    for lag, of_lag in enumerate(weight.to(dtype).view(*x.shape[2:], -1).unbind(-1)):
         start = past - lag
         if plan is None:
             before = all_rows[:, start : start + length]

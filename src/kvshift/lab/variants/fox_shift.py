@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing, tokens_before
+from kvshift.lab.variants.attention_mixin import TokenMixing
+from kvshift.lab.variants.mixing import Heads, MixingVariant, tokens_before
 from kvshift.ops import ShiftState
 
 

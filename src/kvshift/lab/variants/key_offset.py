@@ -9,7 +9,7 @@ with alpha = (0, 1) and beta = (1, 0), except that keys are unchanged where a do
 Source: modded-nanogpt (pull request 169). There, these dimensions are not rotated, documents are not kept apart, and
 keys are changed in place through a view of themselves, which is not deterministic (issue 335); here, a copy is made.
 
-Shapes: B batch, T positions, G KV heads, D head size, R rows of state.
+Shapes: B batch, T positions, D head size.
 """
 
 from __future__ import annotations
@@ -19,45 +19,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing, tokens_before
+from kvshift.lab.variants.attention_mixin import TokenMixing
+from kvshift.lab.variants.mixing import Heads, MixingVariant, tokens_before
 from kvshift.ops import ShiftState
 
 
-def offset_keys(
-    k: Tensor,
-    rows: Tensor | None = None,
-    *,
-    whole: bool = False,
-    mask: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    max_rows: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Offset keys by the formula above; a token whose keys are all exactly 0 counts as padding.
+class KeyOffset(TokenMixing):
+    """The formula above, in place of the shift of an attention; a token whose keys are all exactly 0 counts as padding.
 
     Args:
-        k: (B, T, G, D), D a multiple of 4.
-        rows, max_rows: the raw keys before k, (B, R, G, D), and how many to return; as in `kvshift.ops.shift_tokens`.
+        heads: sizes of the attention; the head size D must be a multiple of 4.
         whole: whether to offset all dimensions.
-        mask, seq_idx: (B, T), as in `kvshift.kv_shift`.
-
-    Returns:
-        y like k, and the raw keys for the next call.
     """
-    rows = None if rows is None else _marked(rows)
-    before, rows = tokens_before(_marked(k), state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx)
-    index_D = torch.arange(k.shape[-1], device=k.device)
-    offset_D = (index_D // (k.shape[-1] // 4) % 2 == 1) | whole
-    return torch.where((before[..., -1:] != 0) & offset_D, before[..., :-1], k), rows[..., :-1]
-
-
-def _marked(k: Tensor) -> Tensor:
-    """Append a dimension that is 1 for tokens and 0 for padding; the shift makes it 0 where no token precedes."""
-    real_BT11 = (k != 0).flatten(2).any(-1)[..., None, None]
-    return torch.cat([k, real_BT11.expand(*k.shape[:3], 1).to(k.dtype)], dim=-1)
-
-
-class KeyOffset(TokenMixing):
-    """Applies `offset_keys` in place of the shift of an attention."""
 
     targets = ("k",)
 
@@ -71,9 +44,18 @@ class KeyOffset(TokenMixing):
         self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, ShiftState]:
         """See `TokenMixing.mix`; the state contains no values."""
-        rows, max_rows = (None, 1) if state is None else (state.k, state.max_rows)
-        y, rows = offset_keys(k, rows, whole=self.whole, mask=mask, seq_idx=seq_idx, max_rows=max_rows)
-        return y, v, ShiftState(rows, v.new_zeros(*rows.shape[:3], 0), max_rows)
+        rows, max_rows = (None, 1) if state is None else (_marked(state.k), state.max_rows)
+        before, rows = tokens_before(_marked(k), state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx)
+        index_D = torch.arange(k.shape[-1], device=k.device)
+        offset_D = (index_D // (k.shape[-1] // 4) % 2 == 1) | self.whole
+        k = torch.where((before[..., -1:] != 0) & offset_D, before[..., :-1], k)
+        return k, v, ShiftState(rows[..., :-1], v.new_zeros(*rows.shape[:3], 0), max_rows)
+
+
+def _marked(k: Tensor) -> Tensor:
+    """Append a dimension that is 1 for tokens and 0 for padding; the shift makes it 0 where no token precedes."""
+    real_BT11 = (k != 0).flatten(2).any(-1)[..., None, None]
+    return torch.cat([k, real_BT11.expand(*k.shape[:3], 1).to(k.dtype)], dim=-1)
 
 
 _FIELDS = {"shift_targets": ["k"], "shift_window": 2}

@@ -1,9 +1,6 @@
-"""The base class and the models of variants that replace the shift of an attention.
+"""The models of variants that replace the shift of an attention by a `TokenMixing`.
 
-Like the shift, they take raw keys and values, after the projections and before QK-norm and rotary embedding. The cache
-stores raw rows beside the finished keys and values, and moves, crops and resets them together (`kvshift.models.cache`).
-
-Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, R rows of state.
+Shapes: B batch, T positions, G KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -13,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvshift.lab.variants.attention_mixin import TokenMixing
 from kvshift.lab.variants.by_name import find_variant
 from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.small_gpt2 import LabGPT2
@@ -23,10 +21,7 @@ from kvshift.lab.variants.variant import ModelVariant, Size
 from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.retrofit.family import add_child
-from kvshift.ops import ShiftState, shift_tokens
-from kvshift.ops.arguments import Norms
-from kvshift.ops.attention_inputs import shift_norm_rope
-from kvshift.ops.rope import Rotary
+from kvshift.ops import shift_tokens
 
 
 class Heads(NamedTuple):
@@ -36,44 +31,6 @@ class Heads(NamedTuple):
     size: int
     width: int
     initializer_range: float
-
-
-class TokenMixing(nn.Module):
-    """A module that replaces the `KVShift` of an attention and is called like it. Subclasses implement `mix`.
-
-    Attributes:
-        targets: which of "k" and "v" it changes.
-        after_norm: whether it is applied between QK-norm and rotary embedding instead of before both.
-    """
-
-    targets: tuple[str, ...] = ("k", "v")
-    after_norm: bool = False
-
-    def mix(
-        self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
-    ) -> tuple[Tensor, Tensor, ShiftState]:
-        """Return mixed keys and values (B, T, G, D) and the new state; arguments are those of `kvshift.kv_shift`."""
-        raise NotImplementedError
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        state: ShiftState | None = None,
-        mask: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        rotary: Rotary | None = None,
-        norms: Norms | None = None,
-        keep_state: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """Apply `mix`, QK-norm and rotary embedding; see `KVShift.forward`."""
-        if self.after_norm and norms is not None:
-            q, k, norms = norms[0](q), norms[1](k), None
-        k, v, state = self.mix(k, v, state, mask=mask, seq_idx=seq_idx)
-        q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms, keep_state=False)  # type: ignore[assignment]  # queries were given
-        return q, k, v, state if keep_state else None
 
 
 def _place(model: Any) -> None:

@@ -22,21 +22,18 @@ Shapes: B batch, T positions of this call, K cached positions, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from kvshift import ShiftState, kv_shift
+from kvshift.lab.variants.attention_mixin import AttentionMixin
 from kvshift.lab.variants.model_classes import NamedConfig
 from kvshift.lab.variants.variant import ModelVariant
-from kvshift.models.decoder import shift_and_cache
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.ops.rope import Rotary, apply_rotary
@@ -91,17 +88,15 @@ class _LatentShift(nn.Module):
         v: Tensor,
         *,
         rotary: Rotary,
-        state: ShiftState | None = None,
-        mask: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        keep_state: bool = True,
         norms: None = None,
+        keep_state: bool = True,
+        **where: Any,
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """See `KVShift.forward`; norms are ignored."""
+        """See `KVShift.forward`; norms are ignored, and `where` is passed on to `kv_shift`."""
         sizes, new_state = self.sizes, None
         if self.targets:
             before_12 = torch.tensor([[0.0, 1.0]], device=k.device)
-            k_hat, v_hat, new_state = kv_shift(k, v, before_12, before_12, state=state, mask=mask, seq_idx=seq_idx)
+            k_hat, v_hat, new_state = kv_shift(k, v, before_12, before_12, **where)
             k = torch.cat([k[..., : sizes.rank], k_hat[..., sizes.rank :]], dim=-1)
             v = torch.cat([v[..., : sizes.keys_rope], v_hat[..., sizes.keys_rope :]], dim=-1)
         nope, rope = q.split([sizes.nope, sizes.rope], dim=-1)
@@ -134,7 +129,7 @@ class _Sizes:
             raise ValueError("shift_rope must be False without hard_shift, got True")
 
 
-class _LatentAttention(KVShiftLlamaAttention):
+class _LatentAttention(AttentionMixin, KVShiftLlamaAttention):
     def __init__(self, config: MLALlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.sizes = sizes = _Sizes(config)
@@ -149,54 +144,21 @@ class _LatentAttention(KVShiftLlamaAttention):
         self.o_proj = nn.Linear(sizes.heads * sizes.value, width, bias=bias)
         self.shift: Any = _LatentShift(sizes)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        cache: Cache | None = None,
-        shift_mask: Tensor | None = None,
-        shift_seq_idx: Tensor | None = None,
-        attn_implementation: str | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries of all heads, and the k and v of `_LatentShift`."""
         sizes = self.sizes
         query = self.q_proj(hidden_states).unflatten(-1, (sizes.heads, -1))
         latent, r = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(2).split([sizes.rank, sizes.keys_rope], dim=-1)
         latent = self.kv_a_layernorm(latent).to(r.dtype)  # autocast leaves norms in float32
-        k, v = latent, r
-        if sizes.shifts:
-            key, value = self._decompress(latent)
-            of_head_0 = [key[:, :, :1], *([r[..., : sizes.rope]] if sizes.shifts_rope else [])]
-            k, v = torch.cat([latent, *of_head_0], dim=-1), torch.cat([r, value[:, :, 1:2]], dim=-1)
-        query, k, v, _ = shift_and_cache(
-            self.shift,
-            query,
-            k,
-            v,
-            past_key_values if cache is None else cache,
-            self.layer_idx,
-            mask=shift_mask,
-            seq_idx=shift_seq_idx,
-            rotary=position_embeddings,
-        )
-        key, value = self._of_all_heads(k.transpose(1, 2), v.transpose(1, 2))
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            attn_implementation or self.config._attn_implementation, self.eager_attention
-        )
-        output, weights = attention(
-            self,
-            query,
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
-        return self.output(output), weights
+        if not sizes.shifts:
+            return query, latent, r
+        key, value = self._decompress(latent)
+        of_head_0 = [key[:, :, :1], *([r[..., : sizes.rope]] if sizes.shifts_rope else [])]
+        return query, torch.cat([latent, *of_head_0], dim=-1), torch.cat([r, value[:, :, 1:2]], dim=-1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:
+        key, value = self._of_all_heads(key.transpose(1, 2), value.transpose(1, 2))
+        return self.softmax_attention(query, key.transpose(1, 2), value.transpose(1, 2), **where)
 
     def _decompress(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return unrotated keys and values of all heads, (B, K, H, ...), given latents (B, K, 1, rank)."""

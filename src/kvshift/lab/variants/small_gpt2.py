@@ -3,23 +3,22 @@
 Source: Sanford et al. train a GPT2Model without an output matrix; the outputs of its last LayerNorm are the logits.
 Zoology has an output matrix tied to the embeddings, and no MLP.
 
-Shapes: B sequences, T positions, E width, C output classes.
+Shapes: E width, C output classes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 
 from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.tasks.option_checks import check_at_least, check_choices
+from kvshift.lab.variants.uncached import TaskModel
 from kvshift.layers import ShiftOptions
 from kvshift.models.decoder import ShiftedPreTrainedModel
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2Model
@@ -102,8 +101,8 @@ class LabGPT2Config(KVShiftGPT2Config):
     classes: int = 23
 
 
-class LabGPT2(ShiftedPreTrainedModel, GPT2PreTrainedModel):
-    """A GPT-2 for tasks, which scores tokens at every position; it has no cache and no `generate`."""
+class LabGPT2(TaskModel, ShiftedPreTrainedModel, GPT2PreTrainedModel):
+    """A GPT-2 for tasks; see `TaskModel`."""
 
     config: LabGPT2Config
     config_class = LabGPT2Config
@@ -119,43 +118,12 @@ class LabGPT2(ShiftedPreTrainedModel, GPT2PreTrainedModel):
         self.loss_type = "ForCausalLM"
         self.post_init()
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutput:
-        """Return the logits and their mean cross-entropy with the labels.
-
-        Args:
-            input_ids: (B, T).
-            attention_mask, position_ids: as in `KVShiftGPT2Model.forward`.
-            labels: (B, T). The output at t - 1 is compared with labels[t]; positions with -100 are ignored.
-            kwargs: further arguments of `KVShiftGPT2Model.forward`; use_cache is always False.
-
-        Returns:
-            `loss`, None without labels, and `logits` (B, T, C).
-        """
-        in_batch = kwargs.pop("num_items_in_batch", None)  # from Trainer: number of labels in all batches of a step
-        output = self.transformer(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **{**kwargs, "use_cache": False},
-        )
-        logits = output.last_hidden_state
+    def logits(self, hidden_states: Tensor) -> Tensor:
         if self.head is not None:
-            logits = self.head(logits)
-        elif self.config.head == "tied":
-            logits = F.linear(logits, self.transformer.wte.weight)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], num_items_in_batch=in_batch)
-        return CausalLMOutput(
-            loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
-        )
+            return self.head(hidden_states)
+        if self.config.head == "tied":
+            return F.linear(hidden_states, self.transformer.wte.weight)
+        return hidden_states
 
 
 class _NoMLP(nn.Module):
@@ -192,7 +160,3 @@ def gpt2_config(options: GPT2Options, *, vocab_size: int, length: int) -> LabGPT
         classes=vocab_size,
         **ShiftOptions.of(options).as_fields(),
     )
-
-
-AutoConfig.register(LabGPT2Config.model_type, LabGPT2Config, exist_ok=True)
-AutoModelForCausalLM.register(LabGPT2Config, LabGPT2, exist_ok=True)

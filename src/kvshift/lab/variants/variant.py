@@ -1,4 +1,4 @@
-"""The protocol of all model variants, and the two variants that every family has: vanilla and KV shift.
+"""The class of all model variants, and the two variants that every family has: vanilla and KV shift.
 
 `by_name` lists all variants and the modules whose `MODEL_VARIANTS` contain them. A size is a configuration of one
 family, as returned by `building.describe`: a `KVShiftLlamaConfig` (text and tasks), or a `LabGPT2Config` or
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,33 +34,12 @@ MODEL_CLASSES: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
 }
 
 
-class Variant(Protocol):
-    """A kind of model that experiments compare with others, independent of its size."""
-
-    def build(self, size: Size, *, seed: int) -> PreTrainedModel:
-        """Build a model with float32 initial values.
-
-        Every weight that the vanilla model of the same seed also has is initialised with the same bits.
-
-        Args:
-            size: configuration of the model; its fields `shift_*` configure the shift, with no targets for none.
-            seed: random seed of all weights; weights that vanilla lacks are drawn from separate random streams.
-
-        Raises:
-            LabError: the variant has no model for this family, or it cannot be built at this size.
-        """
-        ...
-
-    def added_parameters(self, size: Size) -> int:
-        """Return how many more parameters the model has than vanilla (negative: fewer), without creating weights."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelVariant:
-    """A variant that has one model class per family, whose `config_class` is that of the family or a subclass of it.
+    """A kind of model that experiments compare with others, independent of its size.
 
-    The classes are registered with transformers' Auto classes, which can then load saved models of the variant.
+    It has one model class per family, whose `config_class` is that of the family or a subclass of it. The classes are
+    registered with transformers' Auto classes, which can then load saved models of the variant.
 
     Attributes:
         name: the name of the variant in `by_name`.
@@ -80,7 +59,18 @@ class ModelVariant:
             AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 
     def build(self, size: Size, *, seed: int) -> PreTrainedModel:
-        """See `Variant`. Weights are drawn for the vanilla model and copied wherever name and shape agree."""
+        """Build a model with float32 initial values.
+
+        Every weight that the vanilla model of the same seed also has is initialised with the same bits: weights are
+        drawn for the vanilla model and copied wherever name and shape agree.
+
+        Args:
+            size: configuration of the model; its fields `shift_*` configure the shift, with no targets for none.
+            seed: random seed of all weights; weights that vanilla lacks are drawn from separate random streams.
+
+        Raises:
+            LabError: the variant has no model for this family, or it cannot be built at this size.
+        """
         model_class, config = self._described(size)
         set_seed(seed)
         vanilla = MODEL_CLASSES[type(size)](_without_shift(size))
@@ -98,7 +88,7 @@ class ModelVariant:
         return model
 
     def added_parameters(self, size: Size) -> int:
-        """See `Variant`."""
+        """Return how many more parameters the model has than vanilla (negative: fewer), without creating weights."""
         model_class, config = self._described(size)
         with torch.device("meta"):
             pair = _made(self.name, model_class, config), MODEL_CLASSES[type(size)](_without_shift(size))

@@ -54,25 +54,22 @@ READINGS = (
 )
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Return jobs of one layer with KV shift and two without, under each reading, with each seed."""
-    config, width, heads = fig01a.SIZES[preset]
+def arms(preset: str) -> list[TrainingJob]:
+    """Return jobs of one layer with KV shift and two without, under each reading."""
     return [
-        TrainingJob(arm=_arm(model, reading), config=_config(config, width, heads, model, reading, seed))
+        TrainingJob(arm=_arm(model, reading), config=_config(preset, model, reading))
         for model in MODELS
         for reading in READINGS
-        for seed in seeds
     ]
 
 
-def _config(
-    config: TaskTrainConfig, width: int, heads: int, model: tuple[int, str], reading: Reading, seed: int
-) -> TaskTrainConfig:
+def _config(preset: str, model: tuple[int, str], reading: Reading) -> TaskTrainConfig:
+    config, width, heads = fig01a.SIZES[preset]
     assert isinstance(config.task, InductionConfig)
     options = paper_proportions(width, *model, heads=heads)
     if reading.mlp is not None:
         options = replace(options, intermediate_size=reading.mlp * width)
-    return replace(config, seed=seed, model=options, task=replace(config.task, **reading.task))
+    return replace(config, model=options, task=replace(config.task, **reading.task))
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
@@ -153,7 +150,7 @@ def _ratios(records: Sequence[Record], reading: Reading) -> list[float] | None:
 RECIPE = Recipe(
     entry=ENTRY,
     source="What the paper leaves open of Figure 1a",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),

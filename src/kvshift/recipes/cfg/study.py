@@ -18,7 +18,6 @@ from kvshift.lab.study.claims import Claim, higher, percent, points, question, w
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import paper_proportions
 from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label
-from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift.lab.training.task_training import TaskTrainConfig, evaluation_of, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
@@ -80,15 +79,14 @@ SIZES = {
 }
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Return a job for both models with each seed."""
+def arms(preset: str) -> list[TrainingJob]:
+    """Return a job for both models."""
     config, width, layers, heads = SIZES[preset]
     return [
         TrainingJob(
             arm=Arm(variant=variant),
-            config=replace(config, seed=seed, model=paper_proportions(width, layers, variant, heads=heads)),
+            config=replace(config, model=paper_proportions(width, layers, variant, heads=heads)),
         )
-        for seed in seeds
         for variant in PAIR
     ]
 
@@ -179,8 +177,7 @@ def _floor(records: Sequence[Record]) -> float:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Rebuttal; the setting of Allen-Zhu and Li, Physics of Language Models: Part 1",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
-    tuned_by=least_loss(),
 )

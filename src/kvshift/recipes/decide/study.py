@@ -9,13 +9,12 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
-from kvshift.lab.core.statistics import difference_interval, verdict
+from kvshift.lab.core.statistics import difference_interval
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import layers_text, pair
-from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
-from kvshift.lab.study.tuning import least_loss
+from kvshift.lab.study.recipe import Recipe, Record, last_loss, without_tuning_runs
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.model_config import ModelConfig
@@ -58,7 +57,6 @@ SMOKE = replace(
     log_every=2,
 )
 _PILOT_RATE = 4e-3  # the middle of the grid
-_PILOT_SEEDS = 2000  # pilot seeds start here, so that none of them is also reported
 
 
 def _config(preset: str, layers: int) -> TrainConfig:
@@ -70,12 +68,10 @@ def _config(preset: str, layers: int) -> TrainConfig:
     return replace(config, steps=steps)
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
-    """Return a job for each depth, with and without KV shift, with each seed; the pilot has its own seeds."""
+def arms(preset: str) -> list[TextJob]:
+    """Return a job for each depth, with and without KV shift."""
     depths = (2, 1) if preset == "smoke" else tuple(_TOKENS)
-    if preset == "pilot":
-        seeds = [seed % _PILOT_SEEDS + _PILOT_SEEDS for seed in seeds]
-    return [job for layers in depths for job in pairs_of_depths(_config(preset, layers), [layers], seeds)]
+    return [job for layers in depths for job in pairs_of_depths(_config(preset, layers), [layers])]
 
 
 def at_least(gains: Sequence[float], margin: float) -> Direction:
@@ -91,7 +87,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
     The pilot decides no claim: its runs determined the number of seeds.
     """
-    if all(record.seed >= _PILOT_SEEDS for record in records):
+    if all(record.seed >= ENTRY.presets["pilot"].first_seed for record in records):
         return []
     changes = PhaseChanges(records)
     at_end = {layers: changes.gains(layers, "loss", changes.last_steps(layers)) for layers in changes.depths}
@@ -99,10 +95,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     depths = ", ".join(map(str, changes.depths))
     found = _lower(f"Mean over {depths} layers", mean, "the claim that decides; a mean over depths for each seed")
     for layers, gains in at_end.items():
-        losses = [
-            statistics.fmean(accuracy_curve(run, "loss")[1][-1] for run in changes.models[arm].values())
-            for arm in pair(layers=layers)
-        ]
+        losses = [statistics.fmean(map(last_loss, changes.models[arm].values())) for arm in pair(layers=layers)]
         found += _lower(layers_text(layers), gains, f"nats per token: {losses[0]:.4f} against {losses[1]:.4f}")
     found += [changes.sooner_claim(*pair(layers=layers)) for layers in changes.depths]
     for layers in changes.depths:
@@ -113,35 +106,29 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def _lower(where: str, gains: Sequence[float], note: str) -> list[Claim]:
     """Return the claims that there is a gain, and that it is at least `MARGIN`."""
-    ours = verdict([-gain for gain in gains]).text
-    return [
-        Claim(
-            statement=f"{where}: KV shift has a lower loss",
-            paper="lower at every size and in most cells of its tables, by 0.01 to 0.03 nats",
-            ours=ours,
-            direction=higher(gains, [0.0] * len(gains)),
-            note=note,
-        ),
-        Claim(
-            statement=f"{where}: the loss is lower by {MARGIN:g} nats per token or more",
-            paper="not asked",
-            ours=ours,
-            direction=at_least(gains, MARGIN),
-            note="the margin was written down before the runs",
-            own=True,
-        ),
-    ]
+    lower = lower_loss(
+        f"{where}: KV shift has a lower loss",
+        [-gain for gain in gains],
+        [0.0] * len(gains),
+        paper="lower at every size and in most cells of its tables, by 0.01 to 0.03 nats",
+        note=note,
+    )
+    enough = question(
+        statement=f"{where}: the loss is lower by {MARGIN:g} nats per token or more",
+        ours=lower.ours,
+        direction=at_least(gains, MARGIN),
+        note="the margin was written down before the runs",
+    )
+    return [lower, enough]
 
 
 def _kind(changes: PhaseChanges, layers: int, kind: str) -> Claim:
     gains = changes.gains(layers, f"loss_{kind}", changes.last_steps(layers))
-    return Claim(
+    return question(
         statement=f"{layers_text(layers)}, at the end, {KIND_NAMES[kind]}: KV shift has a lower loss",
-        paper="not asked",
         ours=f"gain {mean_text(gains)}",
         direction=higher(gains, [0.0] * len(gains)),
         note="nats per token; positions from 64 on",
-        own=True,
     )
 
 
@@ -173,9 +160,8 @@ def plot(records: Sequence[Record]) -> Figure:
 RECIPE = Recipe(
     entry=ENTRY,
     source="The paper's main claim, a lower loss on text, in miniature; claims and margin are older than all runs",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
-    tuned_by=least_loss(),
-    tables=lambda records: PhaseChanges([record for record in records if record.tunes is None]).table(),
+    tables=lambda records: PhaseChanges(without_tuning_runs(records)).table(),
 )

@@ -15,13 +15,11 @@ from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher, lower_loss, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.models import llama_config_from_record
+from kvshift.lab.study.models import flops_per_token
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, last_loss, value_at
-from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.lab.variants.model_config import ModelConfig
@@ -68,10 +66,9 @@ SMOKE = replace(
 SIZES = {"paper": (PAPER, (16, 8, 4, 2)), "laptop": (LAPTOP, (8, 4, 2)), "smoke": (SMOKE, (2, 1))}
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
-    """Return a job for each depth, with and without KV shift, with each seed."""
-    config, depths = SIZES[preset]
-    return pairs_of_depths(config, depths, seeds)
+def arms(preset: str) -> list[TextJob]:
+    """Return a job for each depth, with and without KV shift."""
+    return pairs_of_depths(*SIZES[preset])
 
 
 @dataclass(frozen=True)
@@ -93,20 +90,16 @@ class Losses:
     def compute(self) -> float:
         """Training FLOPs per token of the shallowest vanilla model, summed over all its steps."""
         shallowest = next(iter(self._runs(self.depths[0], "vanilla").values()))
-        return shallowest.options["steps"] * _flops(shallowest)
+        return shallowest.options["steps"] * flops_per_token(shallowest)
 
-    def at_end(self, layers: int, variant: str) -> list[float]:
-        """Return the loss of each seed after all steps."""
-        return [last_loss(record) for record in self._runs(layers, variant).values()]
-
-    def at_equal_compute(self, layers: int, variant: str) -> list[float]:
-        """Return the loss of each seed after the compute of the shallowest vanilla model's whole run."""
-        return [at_compute(record, self.compute) for record in self._runs(layers, variant).values()]
+    def of(self, layers: int, variant: str, *, equal_compute: bool = False) -> list[float]:
+        """Return the loss of each seed after all steps, or after the compute of the shallowest vanilla model's run."""
+        runs = self._runs(layers, variant).values()
+        return [at_compute(run, self.compute) if equal_compute else last_loss(run) for run in runs]
 
     def gains(self, layers: int, *, equal_compute: bool = False) -> list[float]:
         """Return by how much the loss of each seed is lower with KV shift."""
-        losses = self.at_equal_compute if equal_compute else self.at_end
-        ours, theirs = (losses(layers, variant) for variant in PAIR)
+        ours, theirs = (self.of(layers, variant, equal_compute=equal_compute) for variant in PAIR)
         return [other - one for one, other in zip(ours, theirs, strict=True)]
 
     def _runs(self, layers: int, variant: str) -> Mapping[int, Record]:
@@ -120,12 +113,7 @@ def at_compute(record: Record, compute: float) -> float:
         record: record of the run.
         compute: training FLOPs per token, summed over steps; beyond the last step, the last loss is returned.
     """
-    return value_at(record, "loss", compute / _flops(record))
-
-
-def _flops(record: Record) -> float:
-    """Return the training FLOPs per token."""
-    return training_flops(llama_config_from_record(record), record.options["data"]["sequence_length"]).model
+    return value_at(record, "loss", compute / flops_per_token(record))
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
@@ -135,7 +123,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     steps, found = records[0].options["steps"], []
     for equal in (False, True):
         for layers in losses.depths[1:] if equal else losses.depths:
-            ours, theirs = ((losses.at_equal_compute if equal else losses.at_end)(layers, variant) for variant in PAIR)
+            ours, theirs = (losses.of(layers, variant, equal_compute=equal) for variant in PAIR)
             when = f"With the compute of {layers_text(least)}" if equal else f"After {steps:,} steps"
             found.append(
                 lower_loss(
@@ -176,8 +164,8 @@ def _against_depth(losses: Losses, least: int, most: int) -> Claim:
 
 def _deeper_without(losses: Losses, layers: int, more: int) -> Claim:
     """Return the claim that `layers` layers with the shift beat `more` layers without, at equal compute."""
-    ours = losses.at_equal_compute(layers, "kv-shift")
-    theirs = losses.at_equal_compute(more, "vanilla")
+    ours = losses.of(layers, "kv-shift", equal_compute=True)
+    theirs = losses.of(more, "vanilla", equal_compute=True)
     names = (Arm(variant="kv-shift", layers=layers).label, Arm(variant="vanilla", layers=more).label)
     statement = f"At equal compute, {layers_text(layers)} with KV shift: a lower loss than {more} without"
     return lower_loss(statement, ours, theirs, names=names)
@@ -204,15 +192,14 @@ def plot(records: Sequence[Record]) -> Figure:
 
 def _over_compute(record: Record) -> tuple[list[float], list[float]]:
     steps, losses = accuracy_curve(record, "loss")
-    each = _flops(record)
+    each = flops_per_token(record)
     return [each * step for step in steps], losses
 
 
 RECIPE = Recipe(
     entry=ENTRY,
     source="No figure of the paper: whether the gain survives depth is what its reviewers asked",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
-    tuned_by=least_loss(),
 )

@@ -14,8 +14,7 @@ from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, lower_loss
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label, last_mean
-from kvshift.lab.study.tuning import least_loss
+from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label, last_loss
 from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
@@ -77,22 +76,19 @@ def _models(size: EncoderOptions) -> dict[str, EncoderOptions]:
     }
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Return a job for each model with each seed."""
+def arms(preset: str) -> list[TrainingJob]:
+    """Return a job for each model."""
     config = SIZES[preset]
     assert isinstance(config.model, EncoderOptions)
     return [
-        TrainingJob(arm=Arm(case=label), config=replace(config, seed=seed, model=model))
-        for seed in seeds
+        TrainingJob(arm=Arm(case=label), config=replace(config, model=model))
         for label, model in _models(config.model).items()
     ]
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return claims comparing each shift with none, and both directions with the better single one, paired by seed."""
-    losses = {
-        arm: [last_mean(record, "loss", 1) for record in seeds.values()] for arm, seeds in by_arm(records).items()
-    }
+    losses = {arm: [*map(last_loss, seeds.values())] for arm, seeds in by_arm(records).items()}
     vanilla, previous, following, both = losses
     pairs = [(arm, vanilla) for arm in (previous, following, both)]
     pairs += [(both, min((previous, following), key=lambda arm: statistics.fmean(losses[arm])))]
@@ -123,8 +119,7 @@ def plot(records: Sequence[Record]) -> Figure:
 RECIPE = Recipe(
     entry=ENTRY,
     source="No figure of the paper: a reviewer asked for encoders",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
-    tuned_by=least_loss(),
 )

@@ -63,16 +63,15 @@ SMOKE = replace(
 SIZES = {"paper": (PAPER, 1024, 8), "laptop": (LAPTOP, 64, 4), "smoke": (SMOKE, 16, 2)}
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Return a job for each model with each seed."""
+def arms(preset: str) -> list[TrainingJob]:
+    """Return a job for each model."""
     config, width, heads = SIZES[preset]
     return [
         TrainingJob(
             arm=Arm(variant=variant, layers=layers),
-            config=replace(config, seed=seed, model=paper_proportions(width, layers, variant, heads=heads)),
+            config=replace(config, model=paper_proportions(width, layers, variant, heads=heads)),
         )
         for layers, variant in MODELS
-        for seed in seeds
     ]
 
 
@@ -124,7 +123,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Figure 1a, Section 3.1, Appendix K",
-    jobs=jobs,
+    arms=arms,
     plot=partial(plot_induction, title="Induction, one layer and more"),
     claims=claims,
     tuned_by=reached_soonest(SCORED, 0.9, last=LAST),

@@ -38,15 +38,14 @@ LAPTOP = replace(
 SIZES = {"paper": PAPER, "laptop": LAPTOP, "smoke": fig01a.SMOKE}
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Return a job for each model with each seed."""
+def arms(preset: str) -> list[TrainingJob]:
+    """Return a job for each model."""
     return [
         TrainingJob(
             arm=Arm(variant=variant, layers=layers),
-            config=replace(SIZES[preset], seed=seed, model=paper_proportions(WIDTH, layers, variant, heads=1)),
+            config=replace(SIZES[preset], model=paper_proportions(WIDTH, layers, variant, heads=1)),
         )
         for layers, variant in MODELS
-        for seed in seeds
     ]
 
 
@@ -72,7 +71,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Figure 1b, Section 3.1, Appendix K",
-    jobs=jobs,
+    arms=arms,
     plot=partial(plot_induction, title="Induction at width 8"),
     claims=claims,
     tuned_by=reached_soonest(SCORED, 0.9, last=LAST),

@@ -89,8 +89,8 @@ SIZES = {
 }
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[Computation]:
-    """Return a job for each formula and one for the flow. Seeds are ignored because nothing depends on them."""
+def arms(preset: str) -> list[Computation]:
+    """Return a job for each formula and one for the flow."""
     points, drawn, starts, flow = SIZES[preset]
     fields = [
         Computation(
@@ -227,7 +227,7 @@ def _short(field: Field) -> dict[str, Any]:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Figure 2, Theorem 3.4, Appendix L",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
 )

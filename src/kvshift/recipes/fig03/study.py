@@ -21,7 +21,7 @@ from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.fig03 import ENTRY
-from kvshift.recipes.language_models.settings import LARGE, job, loss_claim
+from kvshift.recipes.language_models.settings import LARGE, arms_of, loss_claim
 
 GIB = 2**30
 
@@ -77,24 +77,17 @@ def try_step(config: Sharded) -> dict[str, Any]:
     }
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[Computation | StudyJob]:
+def arms(preset: str) -> list[Computation | StudyJob]:
     """Return the dry runs; for the preset paper, the training runs themselves."""
     if preset == "paper":
-        return [
-            job(LARGE[size], LARGE[size].points[0], variant, seed)
-            for size in ("19B", "2.9B")
-            for seed in seeds
-            for variant in PAIR
-        ]
+        return [arm for size in ("19B", "2.9B") for arm in arms_of(LARGE[size], PAIR)]
     return [
         Computation(
             arm=Arm(variant=variant, case=size),
             config=Sharded(size=size, variant=variant, devices=devices, length=length, layers=layers),
             function=try_step,
-            seed=seed,
         )
         for size, devices, length, layers in SHARDED[preset]
-        for seed in seeds
         for variant in PAIR
     ]
 
@@ -106,7 +99,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     found = []
     for record in records:
         result, options = record.result, record.options
-        share, planned = (sum(each.values()) for each in ({n: result[n] for n in result["planned"]}, result["planned"]))
+        planned = sum(result["planned"].values())
+        share = sum(result[name] for name in result["planned"])
         if options["layers"] is None:
             total = result["parameters"]
             found.append(
@@ -191,7 +185,7 @@ def plot(records: Sequence[Record]) -> Figure:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Figure 3 and Table 2",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
 )

@@ -24,7 +24,7 @@ from kvshift.lab.study.recipe import (
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR, VARIANTS
 from kvshift.recipes.fig04 import ENTRY
-from kvshift.recipes.language_models.settings import LARGE, TABLES, GridPoint, Setting, job, loss_claim
+from kvshift.recipes.language_models.settings import LARGE, TABLES, GridPoint, Setting, arm_job, loss_claim
 
 PAPER_RATES = (1e-4, 2e-4, 1e-3, 1e-2)
 """Learning rates of the paper; smaller models train at these times `Setting.scale` (4 in laptop, 16 in smoke)."""
@@ -44,17 +44,14 @@ def _setting(preset: str) -> tuple[Setting, GridPoint]:
     return replace(setting, config=replace(setting.config, optimizer=warmup)), setting.points[0]
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
-    """Return a job for each learning rate, with and without KV shift, with each seed; arms have the paper's rate."""
+def arms(preset: str) -> list[StudyJob]:
+    """Return a job for each learning rate, with and without KV shift; arms have the paper's rate."""
     setting, point = _setting(preset)
-    found = []
-    for rate in PAPER_RATES:
-        ours = rate * setting.scale
-        for seed in seeds:
-            for variant in PAIR:
-                one = job(setting, point, variant, seed).at_rate(ours)
-                found.append(replace(one, arm=Arm(variant=variant, rate=rate)))
-    return found
+    return [
+        replace(arm_job(setting, point, variant).at_rate(rate * setting.scale), arm=Arm(variant=variant, rate=rate))
+        for rate in PAPER_RATES
+        for variant in PAIR
+    ]
 
 
 def has_diverged_or_risen(record: Record) -> bool:
@@ -78,7 +75,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 (VARIANTS["kv-shift"].label, VARIANTS["vanilla"].label),
                 statement=f"At the paper's rate {rate:g}, KV-shift has a lower loss than vanilla",
                 paper="always better, over 5 seeds" if rate == PAPER_RATES[1] else "better, without numbers",
-                note=_rate_of(ours[0] if 0 in ours else next(iter(ours.values()))),
+                note=f"at {_rate_of(ours):g} here",
             )
         )
     ours, theirs = (runs[variant, PAPER_RATES[-1]] for variant in PAIR)
@@ -90,8 +87,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         f"vanilla diverges in {sum(map(has_diverged_or_risen, theirs.values()))}, "
         f"KV-shift in {sum(map(has_diverged_or_risen, ours.values()))}",
         direction=sign_test(sum(both), len(both) - sum(both)),
-        note=f"{_rate_of(ours[0] if 0 in ours else next(iter(ours.values())))}; to diverge is to end at no finite "
-        f"number, or {RISE} nats above one's own lowest loss",
+        note=f"at {_rate_of(ours):g} here; to diverge is to end at no finite number, or {RISE} nats above one's own "
+        "lowest loss",
     )
     is_small = records[0].options["model"].get("size") is None
     if is_small and not any(map(has_diverged_or_risen, theirs.values())):
@@ -114,8 +111,8 @@ def _at_low_rates(runs: Mapping[tuple[str, float], Mapping[int, Record]]) -> Cla
     )
 
 
-def _rate_of(record: Record) -> str:
-    return f"at {record.options['optimizer']['learning_rate']:g} here"
+def _rate_of(seeds: Mapping[int, Record]) -> float:
+    return next(iter(seeds.values())).options["optimizer"]["learning_rate"]
 
 
 def plot(records: Sequence[Record]) -> Figure:
@@ -123,8 +120,7 @@ def plot(records: Sequence[Record]) -> Figure:
     models = by_arm(records)
     runs = [{variant: models[Arm(variant=variant, rate=rate)] for variant in PAIR} for rate in PAPER_RATES]
     titles = [
-        f"learning rate {next(iter(found['vanilla'].values())).options['optimizer']['learning_rate']:g} "
-        f"(in the paper {rate:g})"
+        f"learning rate {_rate_of(found['vanilla']):g} (in the paper {rate:g})"
         for found, rate in zip(runs, PAPER_RATES, strict=True)
     ]
     figure, panels = new_figure(titles, ylabels=[LOSS], sharey=True)
@@ -137,7 +133,7 @@ def plot(records: Sequence[Record]) -> Figure:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Figure 4",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
 )

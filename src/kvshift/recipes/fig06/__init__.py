@@ -6,11 +6,11 @@ ENTRY = Entry(
     name="fig06",
     title="the power law, and three times the tokens",
     presets={
-        "smoke": Preset(seeds=1, cost="80 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
+        "smoke": Preset(seeds=1, cost="80 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3))),
         "laptop": Preset(
             seeds=3,
             cost="80 minutes on two cores, an hour of which fig05 shares",
-            grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,)),
+            grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
         ),
         "paper": Preset(seeds=1, cost="12 runs of models of 1.5B to 19B on many GPUs; not measured"),
     },

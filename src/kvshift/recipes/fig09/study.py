@@ -67,21 +67,19 @@ SIZES = {
 }
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Return a job for each size, with and without KV shift, with each seed."""
+def arms(preset: str) -> list[TrainingJob]:
+    """Return a job for each size, with and without KV shift."""
     config, sizes = SIZES[preset]
     return [
         TrainingJob(
             arm=Arm(variant=variant, case=size),
             config=replace(
                 config,
-                seed=seed,
                 model=paper_proportions(width, layers, variant, heads=heads),
                 optimizer=replace(config.optimizer, learning_rate=rate),
             ),
         )
         for size, (layers, width, heads, rate) in sizes.items()
-        for seed in seeds
         for variant in PAIR
     ]
 
@@ -150,7 +148,7 @@ def _as_soon(ours: StepsToLevel, theirs: StepsToLevel) -> Direction:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Figure 9",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),

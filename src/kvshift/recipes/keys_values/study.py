@@ -16,7 +16,6 @@ from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import TextJob
 from kvshift.lab.study.recipe import Recipe, Record
-from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.recipes.decide import study as decide
@@ -39,13 +38,11 @@ def _config(preset: str) -> TrainConfig:
     )
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
-    """Return a job for each arm with each seed."""
+def arms(preset: str) -> list[TextJob]:
+    """Return a job for each arm."""
     config = _config(preset)
     return [
-        TextJob(arm=arm, config=replace(config, seed=seed, model=with_variant(config.model, str(arm.variant))))
-        for seed in seeds
-        for arm in ARMS
+        TextJob(arm=arm, config=replace(config, model=with_variant(config.model, str(arm.variant)))) for arm in ARMS
     ]
 
 
@@ -78,8 +75,7 @@ def plot(records: Sequence[Record]) -> Figure:
 RECIPE = Recipe(
     entry=ENTRY,
     source="No figure of the paper; its construction of an induction head shifts keys alone",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
-    tuned_by=least_loss(),
 )

@@ -3,9 +3,9 @@
 from kvshift.lab.study.entry import Entry, Grid, Preset
 
 GRIDS = {
-    "smoke": Grid(rates=(1.6e-2, 3.2e-2), seeds=(1000,)),
-    "laptop": Grid(rates=(1.6e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,)),  # four times the paper's last four
-    "paper": Grid(rates=(1e-4, 2e-4, 4e-4, 1e-3, 2e-3, 4e-3), seeds=(1000,)),
+    "smoke": Grid(rates=(1.6e-2, 3.2e-2)),
+    "laptop": Grid(rates=(1.6e-3, 4e-3, 8e-3, 1.6e-2)),  # four times the paper's last four
+    "paper": Grid(rates=(1e-4, 2e-4, 4e-4, 1e-3, 2e-3, 4e-3)),
 }
 STUDY = "language_models"
 

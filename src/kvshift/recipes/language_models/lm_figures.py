@@ -15,17 +15,15 @@ from kvshift.lab.study.claims import Claim, Direction
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
-from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.language_models.lm_tables import NOTES
 from kvshift.recipes.language_models.settings import (
     LARGE,
     TABLES,
-    GridPoint,
     arm_at,
+    arms_of,
     grid_point_label,
     grid_points_of,
-    jobs_of,
     loss_claim,
     loss_pairs,
 )
@@ -34,25 +32,12 @@ MARGIN = 0.01
 """Losses that differ by fewer nats per token than this count as equal. The paper's effects are 0.01 to 0.03."""
 
 
-def _jobs(methods: Sequence[str], large: str, preset: str, seeds: Sequence[int]) -> list[StudyJob]:
+def _arms(methods: Sequence[str], large: str, preset: str) -> list[StudyJob]:
     """Return the figure's jobs: on laptop only at length 128, at each depth; on paper with the figure's model size."""
     setting = TABLES[preset] if preset != "paper" else LARGE[large]
     if preset == "laptop":
         setting = replace(setting, points=[point for point in setting.points if point.length == 128])
-    return jobs_of(setting, methods, seeds)
-
-
-def no_better(records: Sequence[Record], more: str, point: GridPoint, *, paper: str) -> Claim:
-    """Return the claim that a method's loss is not lower than KV shift's by `MARGIN` or more."""
-    names = (VARIANTS[more].label, VARIANTS["kv-shift"].label)
-    return loss_claim(
-        loss_pairs(records, more, "kv-shift", point),
-        names,
-        _by_less_than_margin,
-        statement=f"{grid_point_label(point)}: {names[0]} is not lower than {names[1]} by {MARGIN} or more",
-        paper=paper,
-        note=f"the margin of {MARGIN} is ours",
-    )
+    return arms_of(setting, methods)
 
 
 def _by_less_than_margin(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
@@ -64,8 +49,26 @@ def _by_less_than_margin(ours: Sequence[float], theirs: Sequence[float]) -> Dire
 
 
 def none_better(keys: Sequence[str], words: str, records: Sequence[Record]) -> list[Claim]:
-    """Return the claim `no_better` for each method at each grid point; `words` is the paper's own claim."""
-    return [no_better(records, key, point, paper=words) for key in keys for point in grid_points_of(records)]
+    """Return the claims that no method's loss is lower than KV shift's by `MARGIN` or more, at each grid point.
+
+    Args:
+        keys: names of the methods.
+        words: the paper's own claim.
+        records: records of the preset.
+    """
+    ours = VARIANTS["kv-shift"].label
+    return [
+        loss_claim(
+            loss_pairs(records, key, "kv-shift", point),
+            (VARIANTS[key].label, ours),
+            _by_less_than_margin,
+            statement=f"{grid_point_label(point)}: {VARIANTS[key].label} is not lower than {ours} by {MARGIN} or more",
+            paper=words,
+            note=f"the margin of {MARGIN} is ours",
+        )
+        for key in keys
+        for point in grid_points_of(records)
+    ]
 
 
 def plot_differences(methods: Sequence[str], records: Sequence[Record]) -> Figure:
@@ -102,9 +105,8 @@ def figure_recipe(
     return Recipe(
         entry=entry,
         source=source,
-        jobs=partial(_jobs, methods, large),
+        arms=partial(_arms, methods, large),
         plot=partial(plot_differences, methods),
         claims=claims,
-        tuned_by=least_loss(),
         notes=NOTES[2:3],
     )

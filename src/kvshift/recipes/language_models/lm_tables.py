@@ -16,22 +16,20 @@ from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import rank_correlation
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.entry import Entry
-from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm, has_diverged, last_loss, paired_losses, without_tuning_runs
-from kvshift.lab.study.tuning import by_tuned_arm, least_loss
+from kvshift.lab.study.tuning import by_tuned_arm
 from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift.recipes.language_models.settings import (
     TABLES,
     GridPoint,
     arm_at,
+    arms_of,
     grid_point_label,
     grid_points_of,
-    jobs_of,
     last_losses,
     loss_claim,
-    lower_loss_claim,
-    pooled_claims,
+    lower_loss_claims,
     variant_label,
 )
 
@@ -130,27 +128,13 @@ def _format_cell(ours: float | None, theirs: float | None) -> str:
     return f"{'diverged' if ours is None else f'{ours:.4f}'} ({'-' if theirs is None else f'{theirs:.4f}'})"
 
 
-def _jobs(methods: Sequence[str], preset: str, seeds: Sequence[int]) -> list[StudyJob]:
-    return jobs_of(TABLES[preset], methods, seeds)
-
-
 def _claims(better: str, worse: Sequence[str], records: Sequence[Record]) -> list[Claim]:
     """Return the claims that `better` has a lower loss than each of `worse`, at each grid point and pooled."""
-    scale = _scale(records)
-    return [
-        claim
-        for other in worse
-        for claim in (
-            *(
-                lower_loss_claim(records, better, other, point, paper=_paper_text(better, other, point, scale))
-                for point in grid_points_of(records)
-            ),
-            *pooled_claims(records, better, other),
-        )
-    ]
+    paper = partial(_paper_text, _scale(records))
+    return lower_loss_claims(records, [(better, other) for other in worse], paper)
 
 
-def _paper_text(better: str, worse: str, point: GridPoint, scale: int) -> str:
+def _paper_text(scale: int, better: str, worse: str, point: GridPoint) -> str:
     """Return the paper's best loss of each method, as text, at the context length of the grid point."""
     ours, theirs = (_best_paper_loss(key, point, scale) for key in (better, worse))
     length = point.length * scale
@@ -231,10 +215,9 @@ def table_recipe(
     return Recipe(
         entry=entry,
         source=f"Table {int(entry.name[3:])}",
-        jobs=partial(_jobs, methods),
+        arms=lambda preset: arms_of(TABLES[preset], methods),
         plot=partial(_plot, methods),
         claims=partial(_claims, better, others) if others else _longer_context_claims,
-        tuned_by=least_loss(),
         tables=partial(_text, shown or methods[:1]),
         notes=NOTES,
     )

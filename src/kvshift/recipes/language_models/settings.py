@@ -7,7 +7,7 @@ that several recipes need has the same arm in each of them and is trained once.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -196,17 +196,17 @@ def variant_label(variant: str) -> str:
     return Arm(variant=variant).label
 
 
-def job(setting: Setting, point: GridPoint, variant: str, seed: int) -> StudyJob:
-    """Return the job that trains one variant at one grid point with one seed."""
+def arm_job(setting: Setting, point: GridPoint, variant: str) -> StudyJob:
+    """Return the job that trains one variant at one grid point."""
     config = setting.at(point)
     name, options = _REFINED.get(variant, (variant, {}))
     model = replace(with_variant(config.model, name), **options)
-    return StudyJob(arm=arm_at(point, variant), config=replace(config, seed=seed, model=model))
+    return StudyJob(arm=arm_at(point, variant), config=replace(config, model=model))
 
 
-def jobs_of(setting: Setting, variants: Sequence[str], seeds: Sequence[int]) -> list[StudyJob]:
-    """Return a job for each variant at each grid point with each seed."""
-    return [job(setting, point, variant, seed) for point in setting.points for seed in seeds for variant in variants]
+def arms_of(setting: Setting, variants: Sequence[str]) -> list[StudyJob]:
+    """Return a job for each variant at each grid point."""
+    return [arm_job(setting, point, variant) for point in setting.points for variant in variants]
 
 
 def grid_points_of(records: Sequence[Record]) -> list[GridPoint]:
@@ -256,42 +256,46 @@ def loss_claim(
     )
 
 
-def lower_loss_claim(
-    records: Sequence[Record], better: str, worse: str, point: GridPoint, *, paper: str, own: bool = False
-) -> Claim:
-    """Return the claim that `better` has a lower loss than `worse` at a grid point, each at its best learning rate."""
-    names = (variant_label(better), variant_label(worse))
-    return loss_claim(
-        loss_pairs(records, better, worse, point),
-        names,
-        statement=f"{grid_point_label(point)}: {names[0]} has a lower loss than {names[1]}",
-        paper=paper,
-        own=own,
-    )
+def lower_loss_claims(
+    records: Sequence[Record],
+    pairs: Iterable[tuple[str, str]],
+    paper: Callable[[str, str, GridPoint], str],
+    *,
+    own: bool = False,
+) -> list[Claim]:
+    """Return the claims that one variant has a lower loss than another, each at its best learning rate.
 
+    There is a claim for each grid point and, if there are several, one for the mean over them, by seed: the grid points
+    of one seed share their text and its order, so they are not independent.
 
-def pooled_claims(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
-    """Return the claim that the mean loss over grid points is lower, by seed; no claim if there is only one point.
-
-    The grid points of one seed share their text and its order, so they are not independent: each seed is one mean.
+    Args:
+        records: records of the preset.
+        pairs: names of the two variants of each claim.
+        paper: returns the paper's words or number for a pair at a grid point.
+        own: see `Claim`.
     """
-    points = grid_points_of(records)
-    if len(points) < 2:
-        return []
-    names = (variant_label(better), variant_label(worse))
-    by_point = [loss_pairs(records, better, worse, point) for point in points]
-    known = [pairs for pairs in by_point if pairs is not None]
-    means = [
-        (statistics.fmean(ours for ours, _ in of_seed), statistics.fmean(theirs for _, theirs in of_seed))
-        for of_seed in zip(*known, strict=True)
-    ]
-    return [
-        loss_claim(
-            means if len(known) == len(points) else None,
-            names,
-            statement=f"Mean over {len(points)} places, by seed: {names[0]} has a lower loss than {names[1]}",
-            paper="not asked",
-            note="chosen after the data had been seen",
-            own=True,
-        )
-    ]
+    points, claims = grid_points_of(records), []
+    for better, worse in pairs:
+        names = (variant_label(better), variant_label(worse))
+        lower = f"{names[0]} has a lower loss than {names[1]}"
+        by_point = {point: loss_pairs(records, better, worse, point) for point in points}
+        for point, losses in by_point.items():
+            statement = f"{grid_point_label(point)}: {lower}"
+            claims.append(loss_claim(losses, names, statement=statement, paper=paper(better, worse, point), own=own))
+        if len(points) > 1:
+            known = [losses for losses in by_point.values() if losses is not None]
+            means = [
+                (statistics.fmean(ours for ours, _ in of_seed), statistics.fmean(theirs for _, theirs in of_seed))
+                for of_seed in zip(*known, strict=True)
+            ]
+            claims.append(
+                loss_claim(
+                    means if len(known) == len(points) else None,
+                    names,
+                    statement=f"Mean over {len(points)} places, by seed: {lower}",
+                    paper="not asked",
+                    note="chosen after the data had been seen",
+                    own=True,
+                )
+            )
+    return claims

@@ -68,15 +68,14 @@ SIZES = {
 }
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Return a job for each model at each length and width, with each seed."""
+def arms(preset: str) -> list[TrainingJob]:
+    """Return a job for each model at each length and width."""
     configs, widths = SIZES[preset]
     return [
         TrainingJob(
             arm=Arm(variant=variant, layers=layers, length=config.task.length, width=width),
             config=replace(
                 config,
-                seed=seed,
                 model=with_variant(
                     GPT2Options(width=width, layers=layers, heads=1, mlp=False, head="tied", embedding_rows=None),
                     variant,
@@ -86,7 +85,6 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
         for config in configs
         for width in widths
         for layers, variant in MODELS
-        for seed in seeds
     ]
 
 
@@ -163,7 +161,7 @@ def _cells(records: Sequence[Record]) -> list[Arm]:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Figure 2 of Arora et al., Zoology (2023); the paper names the task beside induction",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),

@@ -9,20 +9,12 @@ from functools import cache
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.recipe import Recipe, Record
-from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.language_models.lm_figures import plot_differences
 from kvshift.recipes.language_models.lm_tables import NOTES
-from kvshift.recipes.language_models.settings import (
-    TABLES,
-    Setting,
-    grid_points_of,
-    jobs_of,
-    lower_loss_claim,
-    pooled_claims,
-)
+from kvshift.recipes.language_models.settings import TABLES, Setting, arms_of, lower_loss_claims
 from kvshift.recipes.neighbours import ENTRY
 
 NEIGHBOURS = ("canon", "fox-shift")
@@ -37,18 +29,18 @@ def _setting(preset: str) -> Setting:
     return replace(setting, points=[point for point in setting.points if point.length * setting.scale == 512])
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
+def arms(preset: str) -> list[StudyJob]:
     """Return jobs of KV shift, vanilla and the neighbours, whose MLPs are narrowed to equal KV shift's parameters."""
     setting = _setting(preset)
     return [
-        *jobs_of(setting, ["kv-shift", "vanilla"], seeds),
+        *arms_of(setting, ["kv-shift", "vanilla"]),
         *(
             replace(
                 job,
                 config=replace(job.config, model=_narrower(job.config.model, variant, job.config.data.sequence_length)),
             )
             for variant in NEIGHBOURS
-            for job in jobs_of(setting, [variant], seeds)
+            for job in arms_of(setting, [variant])
         ),
     ]
 
@@ -67,25 +59,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claims that KV shift has a lower loss than each neighbour, and each of them than vanilla."""
     pairs = [("kv-shift", other) for other in (*NEIGHBOURS, "vanilla")]
     pairs += [(other, "vanilla") for other in NEIGHBOURS]
-    return [
-        claim
-        for better, worse in pairs
-        for claim in (
-            *(
-                lower_loss_claim(records, better, worse, point, paper="not asked", own=True)
-                for point in grid_points_of(records)
-            ),
-            *pooled_claims(records, better, worse),
-        )
-    ]
+    return lower_loss_claims(records, pairs, lambda *_: "not asked", own=True)
 
 
 RECIPE = Recipe(
     entry=ENTRY,
     source="No figure of the paper: whether four numbers per head are enough is ours to ask",
-    jobs=jobs,
+    arms=arms,
     plot=lambda records: plot_differences(("kv-shift", *NEIGHBOURS, "vanilla"), records),
     claims=claims,
-    tuned_by=least_loss(),
     notes=NOTES,
 )

@@ -76,15 +76,10 @@ class PhaseChanges:
 
     def sooner_claim(self, ours: Arm, theirs: Arm) -> Claim:
         """Return the question whether one model begins to copy after fewer tokens than another."""
-        compared = compare_steps(
-            self.steps_to_change(ours), self.steps_to_change(theirs), names=(ours.label, theirs.label)
-        )
+        changes = [self.steps_to_change(arm) for arm in (ours, theirs)]
+        compared = compare_steps(*changes, names=(ours.label, theirs.label))
         tokens = tokens_per_step(self.records[0])
-        reached = [
-            statistics.geometric_mean(r)
-            for r in (self.steps_to_change(ours).reached, self.steps_to_change(theirs).reached)
-            if r
-        ]
+        reached = [statistics.geometric_mean(change.reached) for change in changes if change.reached]
         means = " and ".join(tokens_in_words(steps * tokens) for steps in reached)
         return question(
             statement=f"{ours}: a prefix matching of {LEVEL:g} sooner than {theirs}",

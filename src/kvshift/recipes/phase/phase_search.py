@@ -13,11 +13,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, question, sign_test
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.models import llama_config_from_record
+from kvshift.lab.study.models import flops_per_token
 from kvshift.lab.study.recipe import Record, accuracy_curve
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
@@ -145,13 +144,9 @@ class SearchJob(TextJob):
         return (StopAtLevel(),)
 
 
-def search_jobs(seeds: Sequence[int]) -> list[SearchJob]:
-    """Return a job for each setting with each seed, in the order of `SEARCH`."""
-    return [
-        SearchJob(arm=Arm(case=setting.label), config=replace(setting.config(), seed=seed))
-        for setting in SEARCH
-        for seed in seeds
-    ]
+def search_arms() -> list[TextJob]:
+    """Return a job for each setting, in the order of `SEARCH`."""
+    return [SearchJob(arm=Arm(case=setting.label), config=setting.config()) for setting in SEARCH]
 
 
 def tokens_to_level(record: Record) -> float | None:
@@ -179,7 +174,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def _claim(statement: str, records: Sequence[Record]) -> Claim:
     reached = {record.arm: tokens for record in records if (tokens := tokens_to_level(record)) is not None}
-    costs = {record.arm: reached[record.arm] * _flops(record) for record in records if record.arm in reached}
+    costs = {record.arm: reached[record.arm] * flops_per_token(record) for record in records if record.arm in reached}
     ours = f"in {len(reached)} of {len(records)} setting{'s' if len(records) > 1 else ''}"
     if costs:
         cheapest = min(costs, key=costs.__getitem__)
@@ -190,11 +185,6 @@ def _claim(statement: str, records: Sequence[Record]) -> Claim:
         direction=sign_test(int(bool(reached)), int(not reached)),
         note="one seed of each setting, up to 25 million tokens, none of which is read twice",
     )
-
-
-def _flops(record: Record) -> float:
-    """Return the training FLOPs per token."""
-    return training_flops(llama_config_from_record(record), record.options["data"]["sequence_length"]).model
 
 
 def tokens_in_words(tokens: float) -> str:
@@ -213,12 +203,10 @@ def plot(records: Sequence[Record]) -> Figure:
     axes.axvline(LEVEL, color="black", linestyle=":", label=f"{LEVEL:g}, from which a model is said to copy")
     for at, (record, value) in enumerate(zip(records, best, strict=True)):
         tokens = tokens_to_level(record)
-        read = record.options["steps"] if tokens is None else 0
-        text = (
-            f"not within {tokens_in_words(read * tokens_per_step(record))}"
-            if tokens is None
-            else f"after {tokens_in_words(tokens)}"
-        )
+        if tokens is None:
+            text = f"not within {tokens_in_words(record.options['steps'] * tokens_per_step(record))}"
+        else:
+            text = f"after {tokens_in_words(tokens)}"
         axes.text(max(value, LEVEL) + 0.01, at, f"{text} tokens", va="center", fontsize=7)
     axes.set_yticks(range(len(records)), [record.arm.label for record in records], fontsize=7)
     axes.set_xlim(0, 1)

@@ -15,8 +15,7 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, Direction, higher, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.recipe import Recipe, Record
-from kvshift.lab.study.tuning import least_loss
+from kvshift.lab.study.recipe import Recipe, Record, without_tuning_runs
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
@@ -50,11 +49,9 @@ CONFIGS = {"paper": PAPER, "laptop": LAPTOP, "smoke": SMOKE}
 DEPTHS = (2, 1)
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
-    """Return a job for each setting of the search, or for each depth with and without KV shift, with each seed."""
-    if preset == "search":
-        return [*phase_search.search_jobs(seeds)]
-    return pairs_of_depths(CONFIGS[preset], DEPTHS, seeds)
+def arms(preset: str) -> list[TextJob]:
+    """Return a job for each setting of the search, or for each depth with and without KV shift."""
+    return phase_search.search_arms() if preset == "search" else pairs_of_depths(CONFIGS[preset], DEPTHS)
 
 
 def _is_search(records: Sequence[Record]) -> bool:
@@ -104,18 +101,15 @@ def plot(records: Sequence[Record]) -> Figure:
 
 def tables(records: Sequence[Record]) -> str:
     """Return the table of all settings of the search, or of the gains by kind of target at each moment."""
-    shown = [record for record in records if record.tunes is None]
-    if _is_search(shown):
-        return phase_search.table(shown)
-    return PhaseChanges(shown).table()
+    shown = without_tuning_runs(records)
+    return phase_search.table(shown) if _is_search(shown) else PhaseChanges(shown).table()
 
 
 RECIPE = Recipe(
     entry=ENTRY,
     source="No figure of the paper: its models are long past the point where attention begins to copy",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
     tables=tables,
-    tuned_by=least_loss(),
 )

@@ -6,11 +6,11 @@ ENTRY = Entry(
     name="retrofit",
     title="a model that learned without the shift, and is given one",
     presets={
-        "smoke": Preset(seeds=1, cost="30 seconds on two cores", grid=Grid(rates=(1e-3, 1e-2), seeds=(1000,))),
+        "smoke": Preset(seeds=1, cost="30 seconds on two cores", grid=Grid(rates=(1e-3, 1e-2))),
         "laptop": Preset(
             seeds=3,
             cost="three hours on two cores, after `make smollm`",
-            grid=Grid(rates=(5e-4, 2e-3, 8e-3, 3.2e-2), seeds=(1000,)),
+            grid=Grid(rates=(5e-4, 2e-3, 8e-3, 3.2e-2)),
         ),
         "longer": Preset(seeds=2, cost="two hours on two cores"),
         "paper": Preset(

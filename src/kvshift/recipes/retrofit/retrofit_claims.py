@@ -14,7 +14,7 @@ from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figur
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
 from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss, question
-from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, curves_by_label
+from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, curves_by_label, without_tuning_runs
 
 NOTHING = "nothing trained"
 ALL, CONTROL, LORA, BOTH = "coefficients", "current token alone", "LoRA", "LoRA and coefficients"
@@ -159,7 +159,7 @@ def _induction(found: Measurements, one: str, other: str) -> Claim:
 
 def tables(records: Sequence[Record]) -> str:
     """Return a table of all measurements, as means over seeds."""
-    found = Measurements([record for record in records if record.tunes is None])
+    found = Measurements(without_tuning_runs(records))
     rows: list[tuple[str, ...]] = [
         ("trained", *(f"loss on {text}" for text in found.texts), "loss on repeats", "copied", "induction")
     ]

@@ -18,7 +18,6 @@ from kvshift.lab.runs.smollm2 import find_smollm2
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.jobs import Computation, TextJob
 from kvshift.lab.study.recipe import Job, Recipe
-from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig, config_hash
 from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.lab.variants.model_config import ModelConfig
@@ -177,27 +176,24 @@ def measure_untrained(work: Untrained) -> dict[str, Any]:
     return measure(build_model(size, seed=config.seed), tokenizer, work.held_out)
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[Job]:
-    """Return a job for each part with each seed (of data order and LoRA weights), and one for the base model."""
+def arms(preset: str) -> list[Job]:
+    """Return a job for each part (seeds are those of data order and LoRA weights), and one for the base model."""
     size = SIZES[preset]
-    config, held_out = size.config, size.held_out
-    untrained = Untrained(config=replace(config, seed=seeds[0]), held_out=held_out)
+    untrained = Untrained(config=size.config, held_out=size.held_out)
     return [
         *(
-            RetrofitJob(arm=Arm(case=label), config=replace(config, seed=seed, tune=PARTS[label]), held_out=held_out)
-            for seed in seeds
+            RetrofitJob(arm=Arm(case=label), config=replace(size.config, tune=PARTS[label]), held_out=size.held_out)
             for label in size.parts
         ),
-        Computation(arm=Arm(case=NOTHING), config=untrained, function=measure_untrained, seed=seeds[0]),
+        Computation(arm=Arm(case=NOTHING), config=untrained, function=measure_untrained),
     ]
 
 
 RECIPE = Recipe(
     entry=ENTRY,
     source="No figure of the paper: its models were trained with the shift from the start",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
-    tuned_by=least_loss(),
     tables=tables,
 )

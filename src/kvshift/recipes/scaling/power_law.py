@@ -24,7 +24,6 @@ from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.models import llama_config_from_record
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
-from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
@@ -72,12 +71,7 @@ SIZES: Mapping[str, tuple[dict[str, TrainConfig], int]] = {
 IN_FIGURE_5 = {"paper": ("1.5B", "6.7B", "13B")}
 
 
-def _job(arm: Arm, config: TrainConfig, variant: str, seed: int) -> StudyJob:
-    model = with_variant(config.model, variant)
-    return StudyJob(arm=replace(arm, variant=variant), config=replace(config, seed=seed, model=model))
-
-
-def _jobs(preset: str, seeds: Sequence[int], *, longer: bool) -> list[StudyJob]:
+def _arms(preset: str, *, longer: bool) -> list[StudyJob]:
     """Return jobs of each size with and without KV shift, longest first; `longer` adds one size at thrice the steps."""
     sizes, long = SIZES[preset]
     named = [(name, config) for name, config in sizes.items() if longer or name in IN_FIGURE_5.get(preset, sizes)]
@@ -86,7 +80,11 @@ def _jobs(preset: str, seeds: Sequence[int], *, longer: bool) -> list[StudyJob]:
         name, config = named[long]
         steps = 3 * config.steps
         runs.append((Arm(case=name, steps=steps), replace(config, steps=steps)))
-    return [_job(*run, variant, seed) for run in reversed(runs) for seed in seeds for variant in PAIR]
+    return [
+        StudyJob(arm=replace(arm, variant=variant), config=replace(config, model=with_variant(config.model, variant)))
+        for arm, config in reversed(runs)
+        for variant in PAIR
+    ]
 
 
 def parameters_of(record: Record) -> int:
@@ -146,9 +144,10 @@ def _at_each_size(records: Sequence[Record]) -> list[Claim]:
 
 def over_sizes(records: Sequence[Record]) -> list[Claim]:
     """Return the claims about each size and about the mean over sizes, one value per seed as sizes share seeds."""
+    claims = _at_each_size(records)
+    if len(claims) < 2:
+        return claims
     both = [runs.losses() for runs in _by_size(records)]
-    if len(both) < 2:
-        return _at_each_size(records)
     by_size = [[one - other for one, other in zip(ours, theirs, strict=True)] for ours, theirs in both]
     means = [statistics.fmean(of_seed) for of_seed in zip(*by_size, strict=True)]
     mean = lower_loss(
@@ -157,7 +156,7 @@ def over_sizes(records: Sequence[Record]) -> list[Claim]:
         [0.0] * len(means),
         note="nats per token; chosen after the data had been seen",
     )
-    return [*_at_each_size(records), mean]
+    return [*claims, mean]
 
 
 def _fits(records: Sequence[Record]) -> tuple[PowerLaw, PowerLaw]:
@@ -297,9 +296,8 @@ def scaling_recipe(
     return Recipe(
         entry=entry,
         source=source,
-        jobs=partial(_jobs, longer=longer),
+        arms=partial(_arms, longer=longer),
         plot=plot,
         claims=claims,
-        tuned_by=least_loss(),
         notes=read_notes(Path(__file__).parent),
     )

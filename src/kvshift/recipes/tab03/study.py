@@ -102,19 +102,11 @@ SIZES = {
 }
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[Computation]:
-    """Return a job for the draws of each seed and one for the limit, which has no seed."""
+def arms(preset: str) -> list[Computation]:
+    """Return a job for the draws and one for the limit, in which nothing is random."""
     draws, width, tokens = SIZES[preset]
     return [
-        *(
-            Computation(
-                arm=Arm(case=DRAWS),
-                seed=seed,
-                config=DrawsConfig(draws=draws, width=width, seed=seed),
-                function=compute_draws,
-            )
-            for seed in seeds
-        ),
+        Computation(arm=Arm(case=DRAWS), config=DrawsConfig(draws=draws, width=width), function=compute_draws),
         Computation(arm=Arm(case=LIMIT), config=LimitConfig(tokens=tokens), function=compute_limit),
     ]
 
@@ -247,7 +239,7 @@ def _pooled(records: Sequence[Record]) -> list[dict[str, Any]]:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Table 3, Theorem 3.4, Appendix C",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
 )

@@ -17,7 +17,6 @@ from kvshift.lab.study.claims import Claim, higher, not_testable, percent, point
 from kvshift.lab.study.jobs import MeasuredJob
 from kvshift.lab.study.models import paper_proportions
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
-from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.lab.tasks.igsm import IGSMTask
 from kvshift.lab.training.answers import answer_accuracy
@@ -112,16 +111,15 @@ class ProblemJob(MeasuredJob):
         return answer_accuracy(model.eval(), inside, self.config.questions, seed=0, batch_size=size)
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
-    """Return a job for both models in each setting with each seed."""
+def arms(preset: str) -> list[ProblemJob]:
+    """Return a job for both models in each setting."""
     settings, width, layers, heads = SIZES[preset]
     return [
         ProblemJob(
             arm=Arm(variant=variant, case=_setting(config.task)),
-            config=replace(config, seed=seed, model=paper_proportions(width, layers, variant, heads=heads)),
+            config=replace(config, model=paper_proportions(width, layers, variant, heads=heads)),
         )
         for config in settings[::-1]  # the longest first
-        for seed in seeds
         for variant in PAIR
     ]
 
@@ -220,8 +218,7 @@ def _share_text(shares: dict[str, float]) -> str:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Table 4, Appendix E.2",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
-    tuned_by=least_loss(),
 )

@@ -15,9 +15,8 @@ from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, has_diverged, without_tuning_runs
-from kvshift.lab.study.tuning import least_loss
 from kvshift.recipes.language_models.lm_tables import NOTES
-from kvshift.recipes.language_models.settings import LARGE, TABLES, arm_at, grid_point_label, grid_points_of, jobs_of
+from kvshift.recipes.language_models.settings import LARGE, TABLES, arm_at, arms_of, grid_point_label, grid_points_of
 from kvshift.recipes.tab05 import ENTRY
 
 # The cells of Table 5, named as in `coefficient_counts`, with the paper's counts.
@@ -32,12 +31,12 @@ _NEGATIVE = tuple(f"negative {name}" for name in ("alpha1", "alpha2", "beta1", "
 _SUMS = tuple(f"distance of {name}1 + {name}2 from 1" for name in ("alpha", "beta"))
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
+def arms(preset: str) -> list[StudyJob]:
     """Return jobs of KV shift alone: the runs of Table 7, on laptop only at length 128; on paper the 2.9B model."""
     setting = TABLES[preset] if preset != "paper" else LARGE["2.9B"]
     if preset == "laptop":
         setting = replace(setting, points=[point for point in setting.points if point.length == 128])
-    return jobs_of(setting, ["kv-shift"], seeds)
+    return arms_of(setting, ["kv-shift"])
 
 
 def _on_diagonal(record: Record) -> list[float]:
@@ -130,10 +129,9 @@ def plot(records: Sequence[Record]) -> Figure:
 RECIPE = Recipe(
     entry=ENTRY,
     source="Table 5 and Appendix F",
-    jobs=jobs,
+    arms=arms,
     plot=plot,
     claims=claims,
-    tuned_by=least_loss(),
     tables=tables,
     notes=NOTES[2:3],
 )

@@ -150,27 +150,26 @@ class _Subwords(Encoder):
         self.whole_values = all(len(number) == 1 for number in numbers)
 
     def encode(self, problems: Sequence[Problem]) -> list[Encoded]:
-        between = self.layout.between
         solutions: list[str] = []
-        spans: list[list[tuple[int, int]]] = []
+        value_characters: list[list[int]] = []  # for each solution, the places of the characters of its values
         for problem in problems:
-            text, ends = "", []
+            text, characters = "", []
             for sentence, computed in zip(problem.solution, problem.computed, strict=True):
-                text += (between if text else "") + detokenize(sentence)
+                text += (self.layout.between if text else "") + detokenize(sentence)
                 if computed:
                     value = sentence.rsplit(" ", 2)[1]
-                    ends.append((len(text) - 1 - len(value), len(text) - 1))
+                    characters += range(len(text) - 1 - len(value), len(text) - 1)
             solutions.append(text)
-            spans.append(ends)
+            value_characters.append(characters)
         prompts = [detokenize(self.layout.prompt(problem)) for problem in problems]
         prompt_ids = self.tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"]
-        found = self.tokenizer(solutions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return [
-            Encoded([*self.begin, *prompt, *self.parting], [*solution, self.end_token], _inside(offsets, ends))
-            for prompt, solution, offsets, ends in zip(
-                prompt_ids, found["input_ids"], found["offset_mapping"], spans, strict=True
-            )
-        ]
+        found = self.tokenizer(solutions, add_special_tokens=False, verbose=False)
+        encoded = []
+        for row, (prompt, characters) in enumerate(zip(prompt_ids, value_characters, strict=True)):
+            values = dict.fromkeys(found.char_to_token(row, at) for at in characters)
+            solution = [*found["input_ids"][row], self.end_token]
+            encoded.append(Encoded([*self.begin, *prompt, *self.parting], solution, list(values)))
+        return encoded
 
     def decode(self, ids: Tensor) -> str:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
@@ -179,16 +178,3 @@ class _Subwords(Encoder):
         text = " ".join(VOCABULARY[3:])
         used = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return max(ids) < self.vocab_size and not set(ids) & set(used)
-
-
-def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of the tokens that overlap a span; offsets and spans are in ascending order."""
-    found: list[int] = []
-    left = iter(spans)
-    span = next(left, None)
-    for at, (start, end) in enumerate(offsets):
-        while span is not None and start >= span[1]:
-            span = next(left, None)
-        if span is not None and end > span[0]:
-            found.append(at)
-    return found

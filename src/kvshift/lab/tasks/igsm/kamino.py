@@ -34,10 +34,6 @@ _CATEGORIES = SYSTEMS[0]
 Operation = Literal["constant", "+", "-", "*"]
 
 
-class UndefinedQuantityError(ValueError):
-    """Raised when a quantity depends on an undefined one. The released generator cuts its graph and then fails."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The definition of a quantity by dependencies d_1 ... d_n and a number c, which exists only for n < 2:
@@ -93,42 +89,38 @@ def as_printed(
     uniform: Uniform,
     *,
     max_operations: int = 15,
-    min_items: int = 1,
     max_items: int = 3,
     letters: Letters = "in_order",
     modulus: int = MODULUS,
-) -> Problem:
-    """Draw a problem like the released code, with min_items ... max_items items of each category.
+) -> Problem | None:
+    """Draw a problem like the released code, with 1 ... max_items items of each category.
 
-    The rules after `max_operations` are cut off.
-
-    Raises:
-        UndefinedQuantityError: a rule depends on a quantity whose rule was cut off.
+    The rules after `max_operations` are cut off. Return None if a rule depends on a quantity whose rule was cut off;
+    the released code then fails.
     """
     quantities: list[str] = []
     for category in _CATEGORIES:
-        count = min_items + int(uniform() * (max_items - min_items + 1))
-        quantities += _quantities(category, sample_distinct(category.items, count, uniform))
-    return problem_of(_rules(quantities, uniform, max_operations, modulus), uniform, letters)
+        quantities += _quantities(category, 1 + int(uniform() * max_items), uniform)
+    rules = _rules(quantities, uniform, max_operations, modulus)
+    try:
+        return problem_of(rules, uniform, letters)
+    except KeyError:  # of a quantity whose rule was cut off
+        return None
 
 
 def solution_order(rules: Mapping[str, Rule]) -> list[str]:
     """Return the quantities with each one after its dependencies, by a depth-first search in the order of the rules.
 
     Raises:
-        UndefinedQuantityError: there is no rule for a dependency.
+        KeyError: there is no rule for a dependency.
     """
     order: dict[str, None] = {}
 
     def visit(name: str) -> None:
-        if name in order:
-            return
-        rule = rules.get(name)
-        if rule is None:
-            raise UndefinedQuantityError(f"no rule defines {name!r}")
-        for dependency in rule.dependencies:
-            visit(dependency)
-        order[name] = None
+        if name not in order:
+            for dependency in rules[name].dependencies:
+                visit(dependency)
+            order[name] = None
 
     for name in rules:
         visit(name)
@@ -177,12 +169,12 @@ def _items(uniform: Uniform, ops: int) -> list[str]:
         counts[open_to[int(uniform() * len(open_to))]] += 1
     quantities: list[str] = []
     for category, count in zip(_CATEGORIES, counts, strict=True):
-        quantities += _quantities(category, sample_distinct(category.items, count, uniform))
+        quantities += _quantities(category, count, uniform)
     return quantities
 
 
-def _quantities(category: Category, items: list[str]) -> list[str]:
-    return [f"{item} in each {category.name}" for item in items]
+def _quantities(category: Category, count: int, uniform: Uniform) -> list[str]:
+    return [f"{item} in each {category.name}" for item in sample_distinct(category.items, count, uniform)]
 
 
 def _rules(quantities: list[str], uniform: Uniform, max_operations: int, modulus: int) -> dict[str, Rule]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 
-from kvshift.lab.tasks.igsm.polynomial import Polynomial, combine, constant, quantity, reduce_modulo
 from kvshift.lab.tasks.igsm.problem import Known, Step
 from kvshift.lab.tasks.igsm.wording import MODULUS
+
+Polynomial = Counter[tuple[str, ...]]
+"""The coefficient of each monomial, a sorted tuple of names: 2 x y + 5 is {("x", "y"): 2, (): 5}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,11 @@ class Instance:
 
     def is_correct_step(self, step: Step, known: Known) -> bool:
         """See `_equations_match`."""
-        base: Polynomial = {}
+        base = Polynomial()
         for at, name in enumerate(self.dependencies):
-            base = combine(base, "-" if self.minus and at else "+", quantity(name))
+            base = _combine(base, "-" if self.minus and at else "+", Counter([(name,)]))
         if self.number is not None:
-            base = combine(constant(self.number), "*" if self.times else "+", base)
+            base = _combine(Counter({(): self.number}), "*" if self.times else "+", base)
         return _equations_match(step, known, base, self.modulus)
 
 
@@ -76,13 +80,19 @@ class Abstract:
 
     def is_correct_step(self, step: Step, known: Known) -> bool:
         """See `_equations_match`."""
-        total: Polynomial = {}
-        for term in self.terms:
-            product = constant(1)
-            for name in term:
-                product = combine(product, "*", quantity(name))
-            total = combine(total, "+", product)
-        return _equations_match(step, known, total, self.modulus)
+        return _equations_match(step, known, Counter(tuple(sorted(term)) for term in self.terms), self.modulus)
+
+
+def _combine(one: Polynomial, sign: str, other: Polynomial) -> Polynomial:
+    """Return the sum, difference or product of two polynomials, for the sign +, - or *."""
+    if sign == "*":
+        found = Polynomial()
+        for (left, a), (right, b) in product(one.items(), other.items()):
+            found[tuple(sorted(left + right))] += a * b
+        return found
+    found = one.copy()
+    (found.update if sign == "+" else found.subtract)(other)
+    return found
 
 
 def _equations_match(step: Step, known: Known, wanted: Polynomial, modulus: int) -> bool:
@@ -96,9 +106,9 @@ def _equations_match(step: Step, known: Known, wanted: Polynomial, modulus: int)
 
     def operand(word: str) -> tuple[Polynomial, int] | None:
         if word.isdigit() and word == str(int(word) % modulus):
-            return constant(int(word)), int(word)
+            return Counter({(): int(word)}), int(word)
         name = known.letters.get(word)
-        return (quantity(name), known.values[name]) if name is not None else found.get(word)
+        return (Counter([(name,)]), known.values[name]) if name is not None else found.get(word)
 
     for target, *sides in step.equations:
         if len(target) != 1 or not sides or len(sides[0]) not in (1, 3):
@@ -115,7 +125,7 @@ def _equations_match(step: Step, known: Known, wanted: Polynomial, modulus: int)
                 return False
             if sides[0][0].isalpha() or second.isalpha():
                 chain.append((str(value), sign, str(other[1])))
-            polynomial = combine(polynomial, sign, other[0])
+            polynomial = _combine(polynomial, sign, other[0])
             value = {"+": value + other[1], "-": value - other[1], "*": value * other[1]}[sign] % modulus
         if (str(value),) != chain[-1]:
             chain.append((str(value),))
@@ -124,4 +134,5 @@ def _equations_match(step: Step, known: Known, wanted: Polynomial, modulus: int)
         found[target[0]] = polynomial, value
     if step.equations[-1][0] != (step.letter,):
         return False
-    return reduce_modulo(found[step.letter][0], modulus) == reduce_modulo(wanted, modulus)
+    difference = _combine(found[step.letter][0], "-", wanted)
+    return not any(number % modulus for number in difference.values())

@@ -196,7 +196,7 @@ class IGSMTask:
         config = self.config
         ops = self._ops(uniform) if training else config.test_ops
         for _ in range(_TRIES):
-            problem = self._as_printed(uniform) if config.as_printed else self._of_ops(uniform, ops)
+            problem = self._of_ops(uniform, ops)
             if problem is None or (config.as_printed and not training and len(problem.solution) != ops):
                 continue
             if (bucket_of(problem.key) < TRAINING_BUCKETS) == training:
@@ -209,24 +209,19 @@ class IGSMTask:
         )
 
     def _of_ops(self, uniform: Uniform, ops: int) -> Problem | None:
-        """Draw a problem of `ops` operations; return None if the drawn graph does not give one."""
+        """Draw a problem of `ops` operations (as_printed: of any number); None if the drawn graph does not give one."""
         config = self.config
-        if config.generator == "kamino":
+        if config.generator == "igsm":
+            return igsm.draw(uniform, ops, config.max_edges, modulus=config.modulus)
+        if not config.as_printed:
             return kamino.draw(uniform, ops, letters=config.letters, modulus=config.modulus)
-        return igsm.draw(uniform, ops, config.max_edges, modulus=config.modulus)
-
-    def _as_printed(self, uniform: Uniform) -> Problem | None:
-        config = self.config
-        try:
-            return kamino.as_printed(
-                uniform,
-                max_operations=config.max_operations,
-                max_items=config.max_items,
-                letters=config.letters,
-                modulus=config.modulus,
-            )
-        except kamino.UndefinedQuantityError:
-            return None
+        return kamino.as_printed(
+            uniform,
+            max_operations=config.max_operations,
+            max_items=config.max_items,
+            letters=config.letters,
+            modulus=config.modulus,
+        )
 
     def _ops(self, uniform: Uniform) -> int:
         config = self.config
