@@ -154,15 +154,21 @@ def outcome(case: Case, backend: str, *, through_state: bool = True, op: Callabl
         leaf.requires_grad_()
     k_hat, v_hat, new_state = case.call(backend, op)
     results = {"k_hat": k_hat, "v_hat": v_hat, "new_state.k": new_state.k, "new_state.v": new_state.v}
-    weighted = list(zip(results.values(), case.grads, strict=True))[: 4 if through_state else 2]
-    outputs = [(y, g) for y, g in weighted if y.requires_grad]  # no tokens, no graph
-    gradients = {f"gradient of {name}": torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    if outputs:
-        inputs = list(leaves.values())
-        ys, gs = zip(*outputs, strict=True)
-        given = torch.autograd.grad(ys, inputs, gs, allow_unused=True, materialize_grads=True)
-        gradients = dict(zip(gradients, given, strict=True))
-    return {name: x.detach() for name, x in (results | gradients).items()}
+    weighted = list(zip(results, case.grads, strict=True))[: 4 if through_state else 2]
+    return with_gradients(results, dict(weighted), leaves)
+
+
+def with_gradients(
+    results: dict[str, Tensor], upstream: dict[str, Tensor], leaves: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the results and, by name, the gradients of the leaves, given those of the results in `upstream`."""
+    names = [name for name in upstream if results[name].requires_grad]  # no tokens, no graph
+    gradients = tuple(map(torch.zeros_like, leaves.values()))
+    if names:
+        ys, grads = [results[name] for name in names], [upstream[name] for name in names]
+        gradients = torch.autograd.grad(ys, list(leaves.values()), grads, allow_unused=True, materialize_grads=True)
+    found = results | {f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {name: x.detach() for name, x in found.items()}
 
 
 def assert_same_bits(results: dict[str, Tensor], expected: dict[str, Tensor], *, but: Sequence[str] = ()) -> None:

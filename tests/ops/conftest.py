@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -35,3 +37,10 @@ def fast_backend(request: pytest.FixtureRequest) -> str:
     """Each implementation that is compared with the reference."""
     skip_unless_built(request.param)
     return request.param
+
+
+@pytest.fixture
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ from torch import Tensor
 
 from kvshift.ops import shift
 from kvshift.ops.arguments import Call
+
+from .cases import Case
+from .fused_cases import FusedCase
+
+AnyCase = TypeVar("AnyCase", Case, FusedCase)
 
 DEVICE = torch.device(os.environ.get("KVSHIFT_TEST_DEVICE", "cuda"))
 
@@ -51,6 +57,12 @@ def carry(x: Tensor, device: torch.device) -> Tensor:
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
+def there(case: AnyCase, device: torch.device = DEVICE) -> AnyCase:
+    """Return the same call with its tensors on the device."""
+    moved: dict[str, Any] = {name: None if x is None else x.to(device) for name, x in case.where().items()}
+    return replace(case.map(lambda x: carry(x, device)), **moved)
+
+
 @contextmanager
 def kernels_on_device() -> Iterator[None]:
     """Run calls with backend "triton" on DEVICE, wherever their tensors are."""
@@ -59,10 +71,10 @@ def kernels_on_device() -> Iterator[None]:
     def there(x: Any) -> Any:
         return _Carried.apply(x, DEVICE) if isinstance(x, Tensor) else x
 
-    def shift_there(call: Call, sequences: int) -> Any:
+    def shift_there(call: Call) -> Any:
         if call.backend != "triton":
-            return shift_here(call, sequences)
-        k, v, *rows = shift_here(Call(*map(there, call)), sequences)
+            return shift_here(call)
+        k, v, *rows = shift_here(Call(*map(there, call)))
         k = call.k if call.alpha is None else _Carried.apply(k, call.k.device)
         v = call.v if call.beta is None else _Carried.apply(v, call.k.device)
         return k, v, *(None if x is None else _Carried.apply(x, call.k.device) for x in rows)

@@ -5,22 +5,21 @@ Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvshift.ops import ShiftState
 from kvshift.ops.arguments import Call
 from kvshift.ops.attention_inputs import Results, shift_norm_rope
-from kvshift.ops.rope import half_tables, rotate_half
+from kvshift.ops.rope import half_tables
 from kvshift.ops.shift import with_plan
 from kvshift.ops.triton.call import shift_triton
 
-from .cases import boundaries, lay_out, normal_numbers, spread
+from .cases import lay_out, normal_numbers, random_case, spread, with_gradients
 
 Outputs = tuple[Tensor | None, Tensor, Tensor]
 LEAVES = ("q", "k", "v", "alpha", "beta", "q_scale", "k_scale")  # differentiable inputs of the launch
@@ -105,22 +104,17 @@ def random_fused(
     positions: int = 5,
     *,
     queries: int | None = 5,
-    heads: int = 3,
     k_dim: int = 6,
     v_dim: int = 7,
-    window: int = 2,
     dtype: torch.dtype = torch.float32,
     table_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype | None = None,
     tables: int = 1,
     norm: bool = True,
     shifted: str = "kv",
-    rows: int | None = None,
-    lengths: Sequence[int] | None = None,
-    seq_idx: Sequence[Sequence[int]] | None = None,
-    mask: Sequence[Sequence[int]] | None = None,
     layout: str = "plain",
     grad_layout: str = "plain",
+    **others: Any,
 ) -> FusedCase:
     """Return a call with normally distributed numbers, also in the tables; other arguments as in `random_case`.
 
@@ -129,41 +123,28 @@ def random_fused(
         tables: Number of tables L.
         shifted: Which of "q", "k" and "v" have coefficients.
     """
-    normal = normal_numbers(seed, dtype)
-    if lengths is not None:
-        batch, positions = 1, sum(lengths)
-    sequences = batch if lengths is None else len(lengths)
-    shapes = [
-        (batch, positions, queries or 0, k_dim),
-        (batch, positions, heads, k_dim),
-        (batch, positions, heads, v_dim),
-    ]
-    q, k, v = (lay_out(normal(*shape), layout) for shape in shapes)
-    grads = [
-        spread(normal(1), shape) if grad_layout == "expanded" else lay_out(normal(*shape), grad_layout)
-        for shape in shapes
-    ]
-    coefficients = [normal(heads, window, dtype=torch.float32) for _ in range(2)]
+    layouts = {"layout": layout, "grad_layout": grad_layout}
+    case = random_case(seed, batch, positions, k_dim=k_dim, v_dim=v_dim, dtype=dtype, **layouts, **others)
+    normal, state, (batch, positions) = normal_numbers(seed + 1, dtype), case.state, case.k.shape[:2]
+    q = normal(batch, positions, queries or 0, k_dim)
+    grad = spread(normal(1), q.shape) if grad_layout == "expanded" else lay_out(normal(*q.shape), grad_layout)
     table = [normal(tables, positions, k_dim // 2, dtype=table_dtype or dtype) for _ in range(2)]
     scales = [normal(k_dim, dtype=scale_dtype or dtype) for _ in range(2)]
-    states = [None if rows is None else normal(sequences, rows, *shape[2:]) for shape in (*shapes[1:], shapes[0])]
     return FusedCase(
-        None if queries is None else q,
-        k,
-        v,
-        coefficients[0] if "k" in shifted else None,
-        coefficients[1] if "v" in shifted else None,
+        None if queries is None else lay_out(q, layout),
+        case.k,
+        case.v,
+        case.alpha if "k" in shifted else None,
+        case.beta if "v" in shifted else None,
         *table,
         *(scales if norm else ()),
         eps=0.25 if norm else 0.0,
-        k_state=states[0],
-        v_state=states[1],
-        q_state=states[2] if "q" in shifted else None,
-        gamma=normal(queries or 0, window, dtype=torch.float32) if "q" in shifted else None,
-        cu_seqlens=None if lengths is None else boundaries(lengths),
-        seq_idx=None if seq_idx is None else torch.tensor(seq_idx, dtype=torch.long),
-        mask=None if mask is None else torch.tensor(mask, dtype=torch.bool),
-        grads=tuple(grads),
+        k_state=None if state is None else state.k,
+        v_state=None if state is None else state.v,
+        q_state=normal(*state.k.shape[:2], *q.shape[2:]) if state is not None and "q" in shifted else None,
+        gamma=normal(q.shape[2], case.window, dtype=torch.float32) if "q" in shifted else None,
+        **case.where(),
+        grads=(grad, *case.grads[:2]),
     )
 
 
@@ -179,7 +160,7 @@ def call_of(case: FusedCase) -> Call:
 
 def launched(case: FusedCase) -> Outputs:
     """Run the case through the Triton kernels; return q, k and v."""
-    return shift_triton(call_of(case), case.k.shape[0])[:3]
+    return shift_triton(call_of(case))[:3]
 
 
 def fused(
@@ -224,24 +205,6 @@ def without_state(case: FusedCase) -> Outputs:
     return by_loops(case)[:3]
 
 
-def unfused(case: FusedCase) -> Outputs:
-    """Apply plain PyTorch operations one by one, in the dtype of the tensors, without boundaries or state."""
-    table = half_tables(case.cos.repeat(1, 1, 2), case.sin.repeat(1, 1, 2))
-
-    def shift(x: Tensor, coefficients: Tensor | None) -> Tensor:
-        if coefficients is None:
-            return x
-        lags = (F.pad(x, (0, 0, 0, 0, lag, 0))[:, : x.shape[1]] for lag in range(coefficients.shape[1]))
-        weights = coefficients.to(x.dtype).unsqueeze(2).unbind(1)
-        return cast(Tensor, sum(weight * before for weight, before in zip(weights, lags, strict=True)))
-
-    def finish(x: Tensor, scale: Tensor | None) -> Tensor:
-        return rotate_half(x if scale is None else F.rms_norm(x, scale.shape, scale, case.eps), table)
-
-    q = None if case.q is None else finish(case.q, case.q_scale)
-    return q, finish(shift(case.k, case.alpha), case.k_scale), shift(case.v, case.beta)
-
-
 def outcome(
     case: FusedCase, op: Callable[[FusedCase], tuple] = launched, *, gradients: bool | None = None
 ) -> dict[str, Tensor]:
@@ -258,17 +221,13 @@ def outcome(
         x.requires_grad_()
     *outputs, state = (*op(case), None)[:4]
     found = dict(zip("qkv", outputs, strict=True))
+    upstream = {name: grad for name, grad in zip("qkv", case.grads, strict=True) if found[name] is not None}
     if state is not None:
         found |= {"new state of k": state.k, "new state of v": state.v, "new state of q": state.q}
-    found = {name: x for name, x in found.items() if x is not None}
-    results = {name: x.detach() for name, x in found.items()}
-    if record:
-        generator = torch.Generator().manual_seed(1)
-        upstream = dict(zip("qkv", case.grads, strict=True))
-        upstream |= {
-            name: torch.randn(x.shape, generator=generator).to(x) for name, x in results.items() if "new" in name
-        }
-        ys, grads = zip(*((x, upstream[name]) for name, x in found.items() if x.requires_grad), strict=True)
-        given = torch.autograd.grad(ys, list(leaves.values()), grads, allow_unused=True, materialize_grads=True)
-        results |= {f"gradient of {name}": x for name, x in zip(leaves, given, strict=True)}
-    return results
+    results: dict[str, Tensor] = {name: x for name, x in found.items() if x is not None}
+    if not record:
+        return results
+    generator = torch.Generator().manual_seed(1)
+    states = [name for name in results if "new" in name]
+    upstream |= {name: torch.randn(results[name].shape, generator=generator).to(results[name]) for name in states}
+    return with_gradients(results, upstream, leaves)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from kvshift import ops
+from kvshift.ops.cpu.kernel import _BUILDS
 
 ROOT = Path(ops.__file__).parent
 BUILD = "-std=c++17 -O1 -fPIC -fopenmp -fno-exceptions -fno-rtti -ffp-contract=off -Wno-psabi"
 LINK = "-shared -nodefaultlibs -lc"
-LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Mutant:
     def _built(self, folder: Path) -> Mutant:
         source, library = folder / "kernel.cpp", folder / "kernel.so"
         source.write_text(self.source())
-        level = LEVELS[torch.backends.cpu.get_cpu_capability()]
+        level, _ = _BUILDS[torch.backends.cpu.get_cpu_capability()]
         command = ["g++", *BUILD.split(), f"-march={level}", *LINK.split(), str(source), "-o", str(library)]
         subprocess.run(command, check=True)
         return Mutant("cpu/kernel.py", 'Path(__file__).with_name(f"_kernel.{build}.so")', f"Path({str(library)!r})")

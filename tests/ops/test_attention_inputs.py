@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from kvshift.ops import ShiftState, attention_inputs, kv_shift
 from kvshift.ops.attention_inputs import Results, shift_norm_rope
 
 from ..covering import covering
-from .cases import DTYPES, LAYOUTS
+from .cases import DTYPES
 from .conftest import skip_unless_built
 from .fused_cases import (
     HOLES,
@@ -135,12 +135,6 @@ def test_no_token(mode, rows, path):
     assert_like_the_loops(random_fused(5, dtype=torch.float64, rows=rows, **NOTHING[mode]), by(path))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides(layout, path):
-    case = random_fused(7, 2, 4, dtype=torch.float64, layout=layout, grad_layout="expanded")
-    assert_like_the_loops(case, by(path, full_tables=True))
-
-
 @pytest.mark.parametrize("mode", [{}, {"mask": HOLES}], ids=["plain", "padding"])
 def test_norms_of_llama(mode, path, taken):
     """Llama's norm computes in fp32 for every input dtype."""
@@ -192,13 +186,6 @@ def test_windows_that_differ_are_refused(path):
 
 
 # Compilation and batched gradients
-
-
-@pytest.fixture
-def nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 COMPILED = {"plain": {}, "documents, padding": MODES["documents, padding"], "pack, window 4": MODES["pack, window 4"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,11 +16,13 @@ from torch.fx import GraphModule
 from kvshift.ops import ShiftState, kv_shift
 
 from .cases import Case, outcome, random_case
-from .checks import assert_same_state
 from .rounding import assert_within_one_rounding
 
-# torch.compile instantiates every autograd function that it traces.
-pytestmark = pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.function\.Function'>:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("nothing_compiled_before"),
+    # torch.compile instantiates every autograd function that it traces.
+    pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.function\.Function'>:DeprecationWarning"),
+]
 
 # All sizes differ, since a compiler treats equal sizes as the same number.
 POSITIONS = (7, 2, 13, 31)
@@ -36,13 +38,6 @@ MODES: dict[str, Callable[[int], Case]] = {
         t, 3, t, **SIZES, rows=2, mask=[[0] + [1] * (t - 1), [1, 0] + [1] * (t - 2), [1] + [0] * (t - 1)]
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -80,7 +75,7 @@ def test_one_compiled_graph_infers_from_any_number_of_tokens(mode):
         case = MODES[mode](positions)
         results, expected = case.call("auto", compiled), case.call("eager")
         torch.testing.assert_close(results[:2], expected[:2], rtol=1e-6, atol=1e-6)
-        assert_same_state(results[2], expected[2])
+        assert results[2] == expected[2]
     assert counter.frame_count == 1
 
 
@@ -95,7 +90,7 @@ def test_compiled_decoding_is_compiled_once():
         k_t, v_t, state = token.call("auto", compiled)
         assert torch.equal(k_t[:, 0], k_hat[:, t])
         assert torch.equal(v_t[:, 0], v_hat[:, t])
-    assert_same_state(state, new_state)
+    assert state == new_state
     assert counter.frame_count == 1
 
 
@@ -153,7 +148,7 @@ def test_an_exported_program_takes_any_number_of_tokens(masked, rows, strict):
         expected = module(case.k, case.v, case.state, case.mask)
         assert torch.equal(results[0], expected[0])
         assert torch.equal(results[1], expected[1])
-        assert_same_state(results[2], expected[2])
+        assert results[2] == expected[2]
 
 
 def test_a_state_is_a_pytree():
@@ -162,7 +157,7 @@ def test_a_state_is_a_pytree():
     leaves, structure = torch.utils._pytree.tree_flatten(state)
     assert leaves[0] is state.k
     assert leaves[1] is state.v
-    assert_same_state(torch.utils._pytree.tree_unflatten(leaves, structure), state)
+    assert torch.utils._pytree.tree_unflatten(leaves, structure) == state
 
 
 def test_outcomes_of_fake_tensors_have_the_shapes_of_real_ones(fast_backend):

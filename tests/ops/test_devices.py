@@ -11,7 +11,7 @@ from kvshift import ShiftOptions
 from kvshift.layers import KVShift, KVShiftAttention
 from kvshift.ops import ShiftState, kv_shift
 
-from .cases import Case, assert_same_bits, outcome, random_case
+from .cases import assert_same_bits, outcome, random_case
 from .conftest import skip_unless_built
 from .test_promises import MODES
 
@@ -24,16 +24,12 @@ def another_default() -> Iterator[None]:
     torch.set_default_device(None)
 
 
-@pytest.fixture
-def case(request: pytest.FixtureRequest) -> Case:
-    return random_case(2, **request.param)
-
-
-@pytest.mark.parametrize("case", MODES.values(), ids=MODES, indirect=True)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("backend", ["auto", "cpu", "eager", "triton", "reference"])
-def test_another_default_device_changes_no_bit(case, backend, request):
+def test_another_default_device_changes_no_bit(mode, backend, request):
     """Holds forward and backward, and under a transform of torch.func."""
     skip_unless_built(backend)
+    case = random_case(2, **mode)
     expected = outcome(case, backend)
     one = torch.func.vmap(lambda k: kv_shift(k, case.v, case.alpha, case.beta, backend="eager")[0])(case.k[None])
     request.getfixturevalue("another_default")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvshift.ops import BACKENDS, ShiftState, kv_shift, shift_tokens
+from kvshift.ops import BACKENDS, ShiftState, shift_tokens
 
 from .cases import Case, random_case
 from .conftest import skip_unless_built
@@ -76,7 +76,6 @@ BAD: list[tuple[Case, type[Exception], dict[str, tuple[dict, str]]]] = [
         "no coefficients": ({"alpha": None, "beta": None}, r"alpha and beta are both None"),
         "alpha of 1 dimension": ({"alpha": ROWS.alpha[:, 0]}, r"alpha must be \(heads, window\) with 3 heads"),
         "heads of alpha": ({"alpha": ROWS.alpha[:2]}, r"alpha must be .* with 3 heads .*; alpha is \(2, 2\)"),
-        "alpha transposed": ({"alpha": ROWS.alpha.t()}, r"alpha must be .* with 3 heads .*; alpha is \(2, 3\)"),
         "window of 1": ({"beta": ROWS.beta[:, :1]}, r"beta must be .* window >= 2; beta is \(3, 1\)"),
         "integer alpha": ({"alpha": ROWS.alpha.int()}, r"alpha must be of a floating-point dtype on cpu"),
         "device of beta": ({"beta": meta.beta}, r"beta must be .* on cpu; beta is .* on meta"),
@@ -232,8 +231,6 @@ BAD_STATE: dict[str, tuple[Callable, type[Exception], str]] = {
     ),
     "negative crop": (lambda: STATE.crop(-1), ValueError, r"tokens must be 0 or more, got -1"),
     "no window": (lambda: STATE.crop(0, window=1), ValueError, r"window must be 2 or more, got 1"),
-    "negative window": (lambda: STATE.crop(3, window=-5), ValueError, r"window must be 2 or more, got -5"),
-    "deep crop": (lambda: STATE.crop(2), ValueError, r"cannot crop 2 tokens: the state holds 2 rows"),
     "sizes": (lambda: STATE.split([1, 1]), RuntimeError, r"sum exactly to 3"),
     "no states": (lambda: ShiftState.stack([]), ValueError, r"states must hold at least one ShiftState"),
     "rows": (
@@ -254,10 +251,3 @@ BAD_STATE: dict[str, tuple[Callable, type[Exception], str]] = {
 def test_a_bad_argument_of_a_state_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_results_unpack_in_one_order_whatever_was_asked_for():
-    """A call always returns two tensors and a state."""
-    for case in (ROWS, PACK, replace(ROWS, state=None), replace(ROWS, beta=None)):
-        results = kv_shift(case.k, case.v, case.alpha, case.beta, state=case.state, cu_seqlens=case.cu_seqlens)
-        assert [type(x) for x in results] == [torch.Tensor, torch.Tensor, ShiftState]

@@ -21,20 +21,17 @@ from .triton import test_call
 
 pytestmark = MARKS
 
-# The search compiles kernels for every example, so a shorter one is below. Finite differences need float64 kernels, and
-# other tests compare gradients with the reference. Tests of the caller's memory need that memory on the device.
+# The search compiles kernels for every example, so a shorter one is below. Tests of the caller's memory need
+# that memory on the device.
 LEFT_OUT = {
     "test_search_for_a_call_that_differs_from_the_reference",
-    "test_gradcheck",
     "test_callers_tensors_are_theirs",
     "test_a_state_shares_no_memory_with_what_it_was_made_from",
     "test_memory_kept_for_backward_is_the_inputs_and_the_plan",
     "test_without_gradients_nothing_is_kept",
 }
 OF_THE_KERNELS = (
-    test_call.test_a_gradient_may_come_back_to_a_single_result,
     test_call.test_a_single_tensor_is_shifted_like_keys,
-    test_call.test_the_error_is_no_larger_than_that_of_plain_pytorch,
     test_call.test_the_widest_window,
     test_call.test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from kvshift.ops.triton import launch as triton_launch
 
 from . import checks
 from .cases import Case, assert_same_bits, outcome, random_case
-from .device import DEVICE, MARKS, carry, needs_cuda
+from .device import DEVICE, MARKS, needs_cuda, there
 from .rounding import assert_within_one_rounding
-from .triton.test_call import COMPILED
+from .test_compile import MODES as COMPILED
+from .test_promises import MODES
+from .triton.test_call import check_operator_keeps_the_rules_of_torch_library
 
 # torch.compile instantiates every autograd function that it traces.
 pytestmark = [
@@ -26,20 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.function\.Function'>:DeprecationWarning"),
 ]
 COMPILER = "inductor" if DEVICE.type == "cuda" else "aot_eager"
-MODES: dict[str, dict] = {
-    "plain": {},
-    "state, window 3": {"rows": 3, "window": 3},
-    "pack, state": {"lengths": checks.LENGTHS, "rows": 2},
-    "documents": {"seq_idx": [[0, 0, 1, 1, 1]] * 2, "positions": 5},
-    "padding, state": {"mask": [[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]], "positions": 5, "rows": 1},
-}
 modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-
-
-def there(case: Case, device: torch.device = DEVICE) -> Case:
-    """Return the same call with its tensors on the device."""
-    moved = {name: None if x is None else x.to(device) for name, x in case.where().items()}
-    return replace(case.map(lambda x: carry(x, device)), **moved)
 
 
 def on_device(op: Callable) -> Callable:
@@ -64,13 +53,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(triton_launch, "kernels", count)
     return counted
-
-
-@pytest.fixture
-def nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # Inputs on the device
@@ -169,14 +151,13 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
 
 @modes
 def test_operators_keep_the_rules_of_torch_library(mode):
-    case = there(random_case(79, **({"batch": 2, "positions": 3} | mode)))
-    checks.check_operator_keeps_the_rules_of_torch_library(case)
+    check_operator_keeps_the_rules_of_torch_library(there(random_case(79, **({"batch": 2, "positions": 3} | mode))))
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize(
     ("mode", "dtype"),
-    [("state, window 3", torch.float32), ("pack", torch.bfloat16), ("padding, state", torch.bfloat16)],
+    [("state, window 3", torch.float32), ("pack, state", torch.bfloat16), ("padding, state", torch.bfloat16)],
     ids=str,
 )
 @pytest.mark.usefixtures("nothing_compiled_before")

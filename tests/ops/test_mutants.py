@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from . import checks
-from .cases import random_case
+from .cases import Case, random_case
 from .conftest import skip_unless_built
 from .fused_cases import fused, random_fused
 from .fused_rounding import assert_within_rounding
@@ -25,29 +25,18 @@ from .rounding import assert_within_one_rounding
 
 PACK = random_case(2, lengths=checks.LENGTHS, rows=1)
 SEQUENCES = random_case(3, rows=1)
+MASKS = ((0, 1, 1, 1), (1, 1, 1, 1), (1, 1, 0, 0))
 HOLES = ((1, 0, 1, 1), (1, 1, 0, 1))
 
 Check = Callable[[str], None]
 
 
-def check_parity(backend: str, case: Any = SEQUENCES) -> None:
-    assert_within_one_rounding(case, backend, through_state=True)
-
-
-def check_packs(backend: str) -> None:
-    checks.check_pack_is_its_sequences(PACK, backend, checks.LENGTHS)
-
-
-def check_as_many_sequences_as_tokens(backend: str) -> None:
-    checks.check_pack_is_its_sequences(random_case(7, lengths=[3, 0, 0], rows=1), backend, [3, 0, 0])
+def parity(case: Case) -> Check:
+    return partial(assert_within_one_rounding, case, through_state=True)
 
 
 def check_pieces(backend: str) -> None:
     checks.check_pieces_are_the_whole(SEQUENCES, backend, [3, 7])
-
-
-def check_padding(backend: str, masks: tuple = ((0, 1, 1, 1), (1, 1, 1, 1), (1, 1, 0, 0)), pad: float = 31.0) -> None:
-    checks.check_padding_is_as_if_absent(backend, masks, 1, pad)
 
 
 def check_numbered_documents(backend: str) -> None:
@@ -60,10 +49,6 @@ def check_identity(backend: str) -> None:
     checks.check_identity_returns_every_bit(replace(random_case(5, 2, 3), k=keys, v=keys), backend)
 
 
-def check_crop(backend: str) -> None:
-    checks.check_cropped_tokens_were_never_seen(backend, 2, 2)
-
-
 def check_inputs(backend: str) -> None:
     checks.check_inputs_are_left_alone(random_case(13, rows=1), backend)
 
@@ -72,10 +57,6 @@ def check_blocks(backend: str) -> None:
     """Cut a sequence that is longer than a block into pieces."""
     case = random_case(17, 1, 2**14, heads=1, k_dim=33, v_dim=1)
     checks.check_pieces_are_the_whole(case, backend, [2**13])
-
-
-def check_a_token_after_three(backend: str) -> None:
-    check_parity(backend, random_case(37, 2, 1, window=3, rows=3))
 
 
 @torch.no_grad()
@@ -99,14 +80,22 @@ def check_next_token_of_infinities(backend: str) -> None:
     assert torch.equal(fused(case, backend)[1], finite)
 
 
+check_parity = parity(SEQUENCES)
+check_packs = partial(checks.check_pack_is_its_sequences, PACK, lengths=checks.LENGTHS)
+check_as_many_sequences_as_tokens = partial(
+    checks.check_pack_is_its_sequences, random_case(7, lengths=[3, 0, 0], rows=1), lengths=[3, 0, 0]
+)
+check_crop = partial(checks.check_cropped_tokens_were_never_seen, tokens=2, window=2)
+check_padding = partial(checks.check_padding_is_as_if_absent, masks=MASKS, rows=1, pad=31.0)
 check_holes = partial(check_padding, masks=HOLES)
 check_pads_of_nan = partial(check_padding, pad=torch.nan)
-check_bfloat16 = partial(check_parity, case=random_case(11, dtype=torch.bfloat16))
-check_documents_with_a_state = partial(check_parity, case=random_case(31, 1, 5, seq_idx=[[0, 0, 1, 1, 1]], rows=1))
-check_sums = partial(check_parity, case=random_case(17, 1, 150, heads=1, k_dim=1, v_dim=2))
-check_strides = partial(check_parity, case=random_case(29, layout="heads first"))
-check_wide_heads = partial(check_parity, case=random_case(19, 1, 3, k_dim=67, v_dim=33))
-check_wide_window = partial(check_parity, case=random_case(23, 1, 6, window=4, rows=4))
+check_a_token_after_three = parity(random_case(37, 2, 1, window=3, rows=3))
+check_bfloat16 = parity(random_case(11, dtype=torch.bfloat16))
+check_documents_with_a_state = parity(random_case(31, 1, 5, seq_idx=[[0, 0, 1, 1, 1]], rows=1))
+check_sums = parity(random_case(17, 1, 150, heads=1, k_dim=1, v_dim=2))
+check_strides = parity(random_case(29, layout="heads first"))
+check_wide_heads = parity(random_case(19, 1, 3, k_dim=67, v_dim=33))
+check_wide_window = parity(random_case(23, 1, 6, window=4, rows=4))
 
 
 # The mutants by file: the right text, the wrong text, and the check that detects it.

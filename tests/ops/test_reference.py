@@ -29,14 +29,6 @@ def test_the_paper_window_of_two(backend):
     assert (state.k.item(), state.v.item(), state.max_rows) == (3, 6, 1)
 
 
-def test_each_head_has_its_own_coefficients(backend):
-    k = torch.tensor([[[1.0, 1.0], [2.0, 2.0]]]).unsqueeze(3)
-    coefficients = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
-    k_hat, v_hat, _ = kv_shift(k, k, coefficients, coefficients.flip(1), backend=backend)
-    assert k_hat.squeeze().tolist() == [[1, 100], [12, 1200]]
-    assert v_hat.squeeze().tolist() == [[10, 1000], [21, 2100]]
-
-
 def test_documents_begin_anew(backend):
     """The documents have lengths 2, 0, 1 and 2 and, if there is a state, the states 7, 8, 9 and 6."""
     state = ShiftState(torch.tensor([7.0, 8, 9, 6]).reshape(4, 1, 1, 1), torch.zeros(4, 1, 1, 1), 1)

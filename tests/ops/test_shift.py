@@ -77,8 +77,11 @@ def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 @given(case=cases())
 def test_search_for_a_call_that_differs_from_the_reference(case, backend):
+    """Blocks of "eager" have few positions, in larger calls one to three, so their borders fall everywhere."""
     skip_unless_built(backend)
-    assert_within_one_rounding(case, backend, through_state=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_ops, "_BLOCK", 32)
+        assert_within_one_rounding(case, backend, through_state=True)
 
 
 @pytest.mark.slow
@@ -87,15 +90,6 @@ def test_search_for_a_call_that_differs_from_the_reference(case, backend):
 def test_search_for_a_call_whose_kernels_differ_from_the_reference(case):
     skip_unless_built("triton")
     assert_within_one_rounding(case, "triton", through_state=True)
-
-
-@pytest.mark.slow
-@given(case=cases())
-def test_search_for_a_call_whose_blocks_differ_from_the_reference(case):
-    """Blocks have one to three positions, so their borders fall everywhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_ops, "_BLOCK", 32)
-        assert_within_one_rounding(case, "eager", through_state=True)
 
 
 @covering(mode=MODES, dtype=DTYPES, block=[1, 50, 100])
@@ -107,38 +101,21 @@ def test_blocks_change_no_bit_but_the_order_of_the_coefficients_sum(mode, dtype,
     assert_within_one_rounding(case, "eager", through_state=True)
 
 
-MOST = ("pack, state, padding", "documents, state, padding")  # both kinds of boundaries, with everything else
-
-
-@pytest.mark.parametrize(
-    ("backend", "mode"),
-    [
-        *(pytest.param("reference", mode, id=f"reference-{mode}", marks=pytest.mark.slow) for mode in MODES),
-        *(
-            pytest.param(backend, mode, id=f"{backend}-{mode}")
-            for mode in MOST
-            for backend in ("cpu", "triton", "eager")
-        ),
-    ],
-    indirect=["backend"],
-)
-def test_gradcheck(mode, backend):
-    """Compare derivatives with finite differences in fp64, for every element of every result and every input.
-
-    The reference is tested in every mode, since the tests above compare all other gradients with its own. The Triton
-    kernels, a thousand times slower in the interpreter, are tested along one random direction.
-    """
-    shape = {"positions": 5, "heads": 2, "k_dim": 2, "v_dim": 1} | MODES[mode]
+@pytest.mark.slow
+@modes
+def test_gradcheck_of_the_reference(mode):
+    """Compare its derivatives with finite differences in fp64; the tests above compare all others with them."""
+    shape = {"positions": 5, "heads": 2, "k_dim": 2, "v_dim": 1} | mode
     case = random_case(11, dtype=torch.float64, coefficient_dtype=torch.float64, **shape)
 
     def results(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         state = ShiftState(*rows, case.state.max_rows) if rows else None
         call = Case(k, v, alpha, beta, state, case.cu_seqlens, case.seq_idx, case.mask)
-        k_hat, v_hat, new_state = call.call(backend)
+        k_hat, v_hat, new_state = call.call("reference")
         return k_hat, v_hat, new_state.k, new_state.v
 
     inputs = [x.requires_grad_() for x in case.leaves().values()]
-    assert torch.autograd.gradcheck(results, inputs, fast_mode=backend == "triton")
+    assert torch.autograd.gradcheck(results, inputs)
 
 
 @pytest.mark.parametrize("trained", ["k", "v", "alpha", "beta", "state.k", "state.v"])

@@ -286,7 +286,7 @@ def fused_formulations(table: Table) -> list[Formulation]:
 
     def rotated(k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Pair:
         call = Call(None, k, v, alpha, beta, cos=halves[0], sin=halves[1], max_rows=0)
-        results: Any = shift_triton(call, k.shape[0])
+        results: Any = shift_triton(call)
         return results[1:3]
 
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:

@@ -84,6 +84,14 @@ class Call(NamedTuple):
             return None
         return ShiftPlan(self.sources, self.next_state, self.readers)
 
+    def sequences(self) -> int:
+        """Return S, the number of sequences that have a state."""
+        return self.k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def state_or_zeros(self, x: Tensor, state: Tensor | None) -> Tensor:
+        """Return the rows before x, one of the tensors of the call: `state`, or zeros in its place."""
+        return x.new_zeros(self.sequences(), self.window() - 1, *x.shape[2:]) if state is None else state
+
     def rows(self) -> int:
         """Return R, the number of rows of state; as many as the window needs if there is no state."""
         return self.window() - 1 if self.k_state is None else self.k_state.shape[1]
@@ -94,5 +102,7 @@ class Call(NamedTuple):
 
     def window(self) -> int:
         """Return W; 1 if nothing is shifted. (Not a property: torch.compile in 2.10 fails on those of a NamedTuple.)"""
-        shifted = self.alpha if self.beta is None else self.beta
-        return 1 if shifted is None else shifted.shape[1]
+        for coefficients in (self.beta, self.alpha, self.gamma):
+            if coefficients is not None:
+                return coefficients.shape[1]
+        return 1

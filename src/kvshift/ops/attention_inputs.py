@@ -18,13 +18,7 @@ from kvshift.ops.decode import CoefficientCache, next_token
 from kvshift.ops.dispatch import FusedPath, fused_path, gain_and_epsilon, is_compiling_training
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, rotate_heads
-from kvshift.ops.shift import (
-    check_call,
-    shift_keys_values,
-    shift_tokens,
-    unpack_state,
-    with_plan,
-)
+from kvshift.ops.shift import check_call, shift_keys_values, shift_tokens, unpack_state, with_plan
 from kvshift.ops.state import ShiftState
 from kvshift.ops.triton.call import shift_triton
 
@@ -90,7 +84,7 @@ def run(path: FusedPath, call: Call) -> Results:
 
 
 def _launch(call: Call) -> Results:
-    sequences = check_call(call)
+    check_call(call)
     if call.window() == 1:
         call = call._replace(max_rows=0)
     (q_scale, eps), (k_scale, _) = map(gain_and_epsilon, call.norms or (None, None))
@@ -101,12 +95,12 @@ def _launch(call: Call) -> Results:
         q_hat, _ = _finish(call.q, None, call.norms, call.rotary())
         alone = given._replace(q=None, q_scale=None)
         k_hat, v_hat, *next_rows = compiled_to_recompute(
-            lambda k, v: tuple(y for y in shift_triton(alone._replace(k=k, v=v), sequences) if y is not None),
+            lambda k, v: tuple(y for y in shift_triton(alone._replace(k=k, v=v)) if y is not None),
             call.k,
             cast(Tensor, call.v),
         )
     else:
-        q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(given, sequences))
+        q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(given))
     if call.max_rows == 0:
         return q_hat, k_hat, v_hat, None
     return q_hat, k_hat, v_hat, ShiftState(next_rows[0], next_rows[1], call.rows_to_keep())
@@ -129,11 +123,8 @@ def _unfused(call: Call, finish: Callable[..., Any]) -> Results:
     if call.alpha is None and call.beta is None and call.gamma is None:
         check_call(call)
     else:
-        hold = call.alpha
-        if hold is None and call.beta is None:  # the state always holds keys, so that its shape is fixed
-            hold = torch.eye(1, cast(Tensor, call.gamma).shape[1], device=k.device).expand(k.shape[2], -1)
-        k_hat, v, new = shift_keys_values(call._replace(alpha=hold, cos=None, sin=None, norms=None))
-        k = k if call.alpha is None else k_hat
+        # The state holds keys and values even if only queries are shifted.
+        k, v, new = shift_keys_values(call._replace(cos=None, sin=None, norms=None))
         if call.gamma is not None and q is not None:
             q, rows = _shift_queries(q, call.gamma, call)
             new = None if new is None else ShiftState(new.k, new.v, new.max_rows, rows)

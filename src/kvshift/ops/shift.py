@@ -89,9 +89,9 @@ def kv_shift(
 
 
 def shift_keys_values(call: Call) -> tuple[Tensor, Tensor, ShiftState | None]:
-    """Return what `kv_shift` returns, but None for the state if no row is kept. Alpha or beta must be given."""
-    sequences = check_call(call)
-    k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None), sequences))
+    """Return what `kv_shift` returns, but None for the state if no row is kept. Something must be shifted."""
+    check_call(call)
+    k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None)))
     return k_hat, v_hat, ShiftState(next_k, next_v, call.rows_to_keep()) if call.rows_to_keep() else None
 
 
@@ -120,40 +120,36 @@ def shift_tokens(
     Returns:
         x_hat, of the shape of x, and the next state.
     """
+    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
+    call = Call(None, x, None, coefficients, k_state=state, **where)
     check_input("x", x)
     check_coefficients("coefficients", coefficients, x)
     sequences = check_boundaries(x, cu_seqlens, seq_idx, mask)
-    window = coefficients.shape[1]
     if state is not None:
-        _check_rows("state", state, x, sequences, window)
-    rows = window - 1 if state is None else state.shape[1]
+        _check_rows("state", state, x, sequences, call.window())
+    rows = call.rows()
     if max_rows is not None and max_rows < rows:
         raise ValueError(f"max_rows must be at least the number of rows of state, {rows}; got {max_rows}")
-    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
-    call = Call(None, x, None, coefficients, k_state=state, max_rows=max_rows or rows, **where)
-    x_hat, _, next_state, _ = _shift(call, sequences)
+    x_hat, _, next_state, _ = _shift(call._replace(max_rows=max_rows or rows))
     return x_hat, cast(Tensor, next_state)
 
 
-def _shift(call: Call, sequences: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return k, v and their next states (None if none is kept). Tensors without coefficients are returned unchanged.
+def _shift(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return k, v and their next states (None if none is kept) of a call that has been checked.
 
-    Args:
-        call: a call that has been checked.
-        sequences: S.
+    Tensors without coefficients are returned unchanged.
     """
     path, max_rows = shift_path(call), call.rows_to_keep()
     if path != "reference":
         call = with_plan(call)
     if path == "triton":
-        return shift_triton(call, sequences)[1:]
-    plan, window = call.plan(), call.window()
+        return shift_triton(call)[1:]
+    plan = call.plan()
 
     def one(x: Tensor | None, coefficients: Tensor | None, state: Tensor | None) -> tuple[Any, Any]:
         if x is None:
             return None, None
-        if state is None:
-            state = x.new_zeros(sequences, window - 1, *x.shape[2:])
+        state = call.state_or_zeros(x, state)
         if path == "reference":
             grows = max_rows > 0 and all(bound is None for bound in call.boundaries().values())
             keep = min(max_rows, state.shape[1] + x.shape[1]) if grows else state.shape[1]
@@ -190,18 +186,14 @@ def check_tensor(name: str, x: Tensor, axes: str) -> None:
         raise TypeError(f"{name} must be a dense tensor {axes}, got {kind}")
 
 
-def check_call(call: Call) -> int:
-    """Raise the errors of `kv_shift` for invalid tensors or, if any is shifted, for tensors that do not fit together.
-
-    Returns:
-        S, the number of sequences that have a state.
-    """
+def check_call(call: Call) -> None:
+    """Raise the errors of `kv_shift` for invalid tensors or, if one is shifted, tensors that do not fit together."""
     k, v, alpha, beta = cast(tuple[Any, ...], call[1:5])
     if call.q is not None:
         check_tensor("q", call.q, _AXES)
     check_input("k", k)
     check_input("v", v)
-    shifts = alpha is not None or beta is not None
+    shifts = any(coefficients is not None for coefficients in (alpha, beta, call.gamma))
     if shifts and (v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device):
         raise ValueError(f"v must match k in batch, positions, heads, dtype and device; {_describe(k=k, v=v)}")
     if alpha is not None:
@@ -213,7 +205,6 @@ def check_call(call: Call) -> int:
     sequences = check_boundaries(k, **call.boundaries())
     if shifts:
         _check_state(call, sequences)
-    return sequences
 
 
 def check_input(name: str, x: Tensor) -> None:

@@ -128,9 +128,7 @@ def shift_norm_rope_traceable(x: Call) -> tuple[Tensor | None, Tensor, Tensor | 
     def shifted(y: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Tensor:
         if coefficients is None:
             return y.to(compute_dtype(y))
-        if state is None:
-            state = y.new_zeros(y.shape[0], coefficients.shape[1] - 1, *y.shape[2:])
-        return weighted_sum(y, coefficients, state, x.sources)
+        return weighted_sum(y, coefficients, x.state_or_zeros(y, state), x.sources)
 
     def finished(y: Tensor, scale: Tensor | None) -> Tensor:
         if scale is not None:
@@ -142,17 +140,6 @@ def shift_norm_rope_traceable(x: Call) -> tuple[Tensor | None, Tensor, Tensor | 
     q = None if x.q is None else finished(shifted(x.q, None, None), x.q_scale).to(x.q.dtype)
     k = finished(shifted(x.k, x.alpha, x.k_state), x.k_scale).to(x.k.dtype)
     return q, k, None if x.v is None else shifted(x.v, x.beta, x.v_state).to(x.v.dtype)
-
-
-def gradients_of_shift(
-    x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, grad_y: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, coefficients and state, in a backward pass that is differentiated or traced."""
-
-    def forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
-        return weighted_sum(x, coefficients, state, sources).to(x.dtype)
-
-    return cast(Any, tuple(gradients(forward, (x, coefficients, state), grad_y)))
 
 
 def gradients_of_state(
@@ -268,7 +255,11 @@ def make_differentiable(
         def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
             x, coefficients, state, sources, readers = ctx.saved_tensors
             if needs_traceable_ops(grad_y):
-                return *gradients_of_shift(x, coefficients, state, sources, grad_y), None, None
+
+                def traceable(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
+                    return weighted_sum(x, coefficients, state, sources).to(x.dtype)
+
+                return *cast(Any, torch.func.vjp(traceable, x, coefficients, state))[1](grad_y), None, None
             return *backward(grad_y, x, coefficients, state, sources, readers), None, None
 
     def shift(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
@@ -283,7 +274,7 @@ def make_differentiable(
 def shift_eager(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
     """See `Shift`."""
     if x.shape[0] * x.shape[1] == 0:  # no token to look up or sum over
-        return _cast(_weighted_sum([(0, _ALL, x)], _lags(coefficients, x)), x)
+        return shift_traceable(x, coefficients, state, plan)
     if plan is None and torch.compiler.is_compiling():  # the compiler fuses it with the reads
         plan = plan_without_boundaries(x.shape[1], coefficients.shape[1], state.shape[1], x.device)
     return _shift_in_blocks(x, coefficients, state, plan)
@@ -357,13 +348,7 @@ def _rows_read(x: Tensor, state: Tensor, sources: Tensor | None, start: int, end
 
 
 def _gradients_read(
-    grad_y: Tensor,
-    sources: Tensor | None,
-    readers: Tensor | None,
-    slots: int,
-    start: int,
-    end: int,
-    lags: list[_Lag],
+    grad_y: Tensor, sources: Tensor | None, readers: Tensor | None, slots: int, start: int, end: int, lags: list[_Lag]
 ) -> Terms:
     """Yield the gradients of the positions that read rows start .. end - 1. Lag 0 comes first and covers all rows."""
     if sources is not None and readers is not None:

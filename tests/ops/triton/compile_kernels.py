@@ -102,7 +102,7 @@ def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     scales = {"q_scale": numbers(D), "k_scale": numbers(D)} if "norm" in words else {}
     if "rotated" in words:
         rotated = Call(q, k, v, alpha, beta, None, None, *tables, **scales, cu_seqlens=pack, eps=1e-6, max_rows=0)
-        results = shift_triton(with_plan(rotated), B)[:3]
+        results = shift_triton(with_plan(rotated))[:3]
     elif "single" in words:
         results = shift_tokens(k, alpha, state=numbers(B, window, G, D), backend="triton")
     else:

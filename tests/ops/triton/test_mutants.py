@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.launch import Tiling
 
 from .. import checks
-from ..cases import random_case
+from ..cases import Case, random_case
 from ..conftest import skip_unless_built
 from ..fused_cases import random_fused
 from ..fused_rounding import assert_within_rounding
@@ -25,51 +27,35 @@ from ..rounding import assert_within_one_rounding
 
 pytestmark = pytest.mark.slow
 
-FILES = ("forward", "backward")  # each file imports from those before it
 HOLES = [[0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
 DOCUMENTS = [[0, 0, 1, 1, 1, 1], [7, -1, -1, -1, -1, 7]]
 
 
 # Checks
 
-
-def check_rows() -> None:
-    assert_within_one_rounding(random_case(2, 1, 6, rows=4, window=3), "triton", through_state=True)
+Check = Callable[[], Any]
 
 
-def check_sums() -> None:
-    assert_within_one_rounding(random_case(3, 1, 7), "triton", through_state=False)
+def parity(case: Case, *, through_state: bool = True) -> Check:
+    return partial(assert_within_one_rounding, case, "triton", through_state=through_state)
 
 
-def check_rounding() -> None:
-    case = random_case(5, 1, 40, window=3, dtype=torch.bfloat16)
-    assert_within_one_rounding(case, "triton", through_state=False)
+check_rows = parity(random_case(2, 1, 6, rows=4, window=3))
+check_sums = parity(random_case(3, 1, 7), through_state=False)
+check_rounding = parity(random_case(5, 1, 40, window=3, dtype=torch.bfloat16), through_state=False)
+check_three_sequences = parity(random_case(37, 3, 2, rows=1))
+check_documents = parity(random_case(11, 2, 6, seq_idx=DOCUMENTS, window=3, rows=2))
+check_aligned_heads = parity(random_case(43, 2, 5, k_dim=8, v_dim=16), through_state=False)
+check_padding = partial(checks.check_padding_is_as_if_absent, "triton", HOLES, 1, -29.0)
+check_padding_of_nan = partial(checks.check_padding_is_as_if_absent, "triton", HOLES, 1, torch.nan)
+check_rotation = partial(assert_within_rounding, random_fused(13, 2, 3, tables=2, norm=False))
+check_norm = partial(assert_within_rounding, random_fused(17, 1, 3))
+check_norm_of_a_wide_window = partial(assert_within_rounding, random_fused(19, 1, 5, window=3))
 
 
 def check_pack() -> None:
     case = random_case(7, lengths=[2, 0, 1, 3], rows=2)
     checks.check_pack_is_its_sequences(case, "triton", [2, 0, 1, 3])
-
-
-def check_three_sequences() -> None:
-    assert_within_one_rounding(random_case(37, 3, 2, rows=1), "triton", through_state=True)
-
-
-def check_documents() -> None:
-    case = random_case(11, 2, 6, seq_idx=DOCUMENTS, window=3, rows=2)
-    assert_within_one_rounding(case, "triton", through_state=True)
-
-
-def check_padding() -> None:
-    checks.check_padding_is_as_if_absent("triton", HOLES, 1, -29.0)
-
-
-def check_padding_of_nan() -> None:
-    checks.check_padding_is_as_if_absent("triton", HOLES, 1, torch.nan)
-
-
-def check_aligned_heads() -> None:
-    assert_within_one_rounding(random_case(43, 2, 5, k_dim=8, v_dim=16), "triton", through_state=False)
 
 
 @torch.no_grad()
@@ -82,46 +68,33 @@ def check_next_state() -> None:
         random_case(47, 2, 6, mask=HOLES, rows=1),
         random_case(53, 2, 6, seq_idx=DOCUMENTS, rows=3),
     ):
-        checks.assert_same_state(case.call("triton")[2], case.call("reference")[2])
-
-
-def check_rotation() -> None:
-    assert_within_rounding(random_fused(13, 2, 3, tables=2, norm=False))
-
-
-def check_norm() -> None:
-    assert_within_rounding(random_fused(17, 1, 3))
-
-
-def check_norm_of_a_wide_window() -> None:
-    assert_within_rounding(random_fused(19, 1, 5, window=3))
+        assert case.call("triton")[2] == case.call("reference")[2]
 
 
 # Mutants
 
 
+FORWARD, BACKWARD = KERNELS = "triton/forward.py", "triton/backward.py"
+PLAIN = "torch_ops.py"
+
+
 @dataclass(frozen=True)
-class KernelMutant:
+class KernelMutant(Mutant):
     """A change to one of the kernels' files or to another module of the operator, and the check that detects it."""
 
-    file: str
-    right: str
-    wrong: str
-    check: Callable[[], None]
+    check: Check
 
     @contextmanager
     def in_place(self, folder: Path) -> Iterator[None]:
         """Launch the changed kernels in place of the real ones within the context."""
-        if self.file not in FILES:
-            with Mutant(f"{self.file}.py", self.right, self.wrong).in_place(folder):
+        if self.file not in KERNELS:
+            with super().in_place(folder):
                 yield
             return
-        texts = {file: (ROOT / "triton" / f"{file}.py").read_text() for file in FILES}
-        texts[self.file] = Mutant(f"triton/{self.file}.py", self.right, self.wrong).source()
-        for file, text in texts.items():
-            (folder / f"mutant_{file}.py").write_text(
-                text.replace("from kvshift.ops.triton.forward", "from mutant_forward")
-            )
+        for file in KERNELS:
+            text = self.source() if file == self.file else (ROOT / file).read_text()
+            text = text.replace("from kvshift.ops.triton.forward", "from mutant_forward")
+            (folder / f"mutant_{Path(file).name}").write_text(text)
         imported = "from kvshift.ops.triton import backward, forward"
         copies = "import mutant_backward as backward, mutant_forward as forward"
         sys.path.insert(0, str(folder))
@@ -130,12 +103,10 @@ class KernelMutant:
                 yield
         finally:
             sys.path.remove(str(folder))
-            for file in FILES:
-                sys.modules.pop(f"mutant_{file}", None)
+            for name in ("mutant_forward", "mutant_backward"):
+                sys.modules.pop(name, None)
 
 
-FORWARD, BACKWARD = FILES
-PLAIN = "torch_ops"
 SOURCE = "row - lag if sources is None else tl.load(sources + row.to(tl.int64) * W + lag, mask=there, other=NO_ROW)"
 READER = "t + lag if readers is None else tl.load(readers + t.to(tl.int64) * W + lag, mask=there, other=NO_ROW)"
 ADD = "            total = _add(total, term, tl.load(weights + lag).to(ACC))\n"
@@ -249,7 +220,7 @@ def two_tiles(monkeypatch) -> None:
 
 
 @functools.cache
-def assert_sound(check: Callable[[], None]) -> None:
+def assert_sound(check: Check) -> None:
     """Check the unchanged kernels, once for all mutants."""
     check()
 

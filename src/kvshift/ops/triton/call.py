@@ -36,12 +36,11 @@ def triton_unsupported_reason(x: Tensor, window: int) -> str | None:
     return None
 
 
-def shift_triton(x: Call, sequences: int) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def shift_triton(x: Call) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Prepare the tensors of a call for `kvshift.ops.triton.launch.shift`, and call it.
 
     Args:
         x: a call whose tensors have any strides, with its plan if there are boundaries.
-        sequences: S.
 
     Returns:
         q, k, v, and the next states of k and v, (S, R, G, D). Tensors that are neither shifted nor rotated are returned
@@ -61,21 +60,16 @@ def shift_triton(x: Call, sequences: int) -> tuple[Tensor | None, Tensor, Tensor
     k_next = v_next = None
     if in_launch:
         k_next, v_next = (
-            None if y is None else of_y.view(sequences, rows, *y.shape[2:])
+            None if y is None else of_y.view(x.sequences(), rows, *y.shape[2:])
             for y, of_y in zip((x.k, x.v), next_rows, strict=True)
         )
     elif max_rows:
-        k_next = _state_after(x, x.k, x.k_state, sequences, max_rows)
-        v_next = None if x.v is None else _state_after(x, x.v, x.v_state, sequences, max_rows)
+        k_next, v_next = (
+            None if y is None else state_after(y, x.state_or_zeros(y, state), x.plan(), max_rows)
+            for y, state in ((x.k, x.k_state), (x.v, x.v_state))
+        )
     k, v = x.k if x.alpha is x.cos is None else k, x.v if x.beta is None else v
     return None if x.q is None else q, k, v, k_next, v_next
-
-
-def _state_after(x: Call, of: Tensor, state: Tensor | None, sequences: int, max_rows: int) -> Tensor:
-    """Return the next state, computed by differentiable operations."""
-    if state is None:
-        state = of.new_zeros(sequences, x.window() - 1, *of.shape[2:])
-    return state_after(of, state, x.plan(), max_rows)
 
 
 def _to_kernel_layout(x: Call) -> Call:
