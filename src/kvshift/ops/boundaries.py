@@ -27,9 +27,10 @@ def document_starts(named: Tensor, real: Tensor | None, *, step: int = 0) -> Ten
         named: (B, T) integers: numbers of the documents or, with `step` = 1, positions within them.
         real: (B, T), False on padding; None if there is no padding.
     """
-    if real is None:
-        return torch.nn.functional.pad(named.diff(dim=1) != step, (1, 0))[:, : named.shape[1]]
     index_T = torch.arange(named.shape[1], device=named.device)
+    if real is None:  # nothing has the size T - 1, for which torch.compile would assume that T is not 2
+        previous_BT = torch.nn.functional.pad(named, (1, 0))[:, : named.shape[1]]
+        return (index_T > 0) & (named != previous_BT + step)
     last_real_BT = torch.where(real, index_T, -1).cummax(1)[0]
     before_BT = torch.nn.functional.pad(last_real_BT, (1, 0), value=-1)[:, : named.shape[1]]
     return real & (before_BT >= 0) & (named != named.gather(1, before_BT.clamp(min=0)) + step)
