@@ -71,7 +71,7 @@ CASES = {
     ),
     "rows": (
         lambda w: w.update({"model.layers.0.self_attn.W_pack.weight": torch.ones(90, 48)}),
-        '(?s)Missing .*layers.0.self_attn.k_proj.weight.* Unexpected .* "model.layers.0.self_attn.W_pack.weight"',
+        '(?s)Missing .*layers.0.self_attn.k_proj.weight.*Unexpected .* "model.layers.0.self_attn.W_pack.weight"',
     ),
 }
 
