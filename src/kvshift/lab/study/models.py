@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvshift.lab.core.options import from_json
-from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import with_variant
@@ -32,8 +31,3 @@ def llama_config_from_record(record: Record) -> KVShiftLlamaConfig:
     model = from_json(ModelConfig, {**record.options["model"], "size": None, "config": None})
     tokens, length = record.options["data_facts"]["tokens"], record.options["data"]["sequence_length"]
     return llama_config(model, vocab_size=tokens, sequence_length=length)
-
-
-def flops_per_token(record: Record) -> float:
-    """Return the training FLOPs per token of a model trained on text, from its record."""
-    return training_flops(llama_config_from_record(record), record.options["data"]["sequence_length"]).model

@@ -18,13 +18,12 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher, lower_loss, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.models import flops_per_token
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, last_loss, value_at
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import ENTRY
-from kvshift.recipes.language_models.settings import WIKI
+from kvshift.recipes.language_models.settings import WIKI, flops_per_token
 
 LAPTOP = TrainConfig(
     out=Path(),

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
+from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, Direction, lower
 from kvshift.lab.study.jobs import StudyJob
+from kvshift.lab.study.models import llama_config_from_record
 from kvshift.lab.study.recipe import Record, by_arm, has_diverged, last_loss, paired_losses
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
@@ -207,6 +209,11 @@ def arm_job(setting: Setting, point: GridPoint, variant: str) -> StudyJob:
 def arms_of(setting: Setting, variants: Sequence[str]) -> list[StudyJob]:
     """Return a job for each variant at each grid point."""
     return [arm_job(setting, point, variant) for point in setting.points for variant in variants]
+
+
+def flops_per_token(record: Record) -> float:
+    """Return the training FLOPs per token of a model trained on text, from its record."""
+    return training_flops(llama_config_from_record(record), record.options["data"]["sequence_length"]).model
 
 
 def grid_points_of(records: Sequence[Record]) -> list[GridPoint]:

@@ -16,12 +16,11 @@ from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, question, sign_test
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.models import flops_per_token
 from kvshift.lab.study.recipe import Record, accuracy_curve
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
-from kvshift.recipes.language_models.settings import WIKI
+from kvshift.recipes.language_models.settings import WIKI, flops_per_token
 
 LEVEL = 0.2
 """Prefix matching of the best head from which on a model counts as copying."""
