@@ -13,10 +13,10 @@ from kvshift.lab.core.options import to_json
 from kvshift.lab.data.config import SHARED_DATA_ENV
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.jobs import with_available_text
-from kvshift.lab.study.models import flops_per_token
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
+from kvshift.recipes.language_models.settings import flops_per_token
 
 from ..lab.study.cases import directions, made_up, ran
 

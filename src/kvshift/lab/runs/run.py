@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import read_lines
 from kvshift.lab.core.options import from_json
-from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.by_name import label_of
+
+if TYPE_CHECKING:
+    from kvshift.lab.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Run:
 
     def options(self) -> TrainConfig:
         """Return `config` as a `TrainConfig`."""
+        from kvshift.lab.training.train_config import TrainConfig  # imports tyro, which benchmarks/gpu.py does without
+
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         return from_json(TrainConfig, {name: value for name, value in self.config.items() if name in names})
 
