@@ -195,8 +195,9 @@ def _continue(
     if not config.prompt_lookup or config.samples == 1:
         return continue_batch(model, tokenizer, prompts, config, first=first)
     one = dataclasses.replace(config, samples=1)  # speculative decoding needs a batch size of 1
-    numbers = range(first * config.samples, (first + 1) * config.samples)  # `_records` gives only one prompt
-    return [[continue_batch(model, tokenizer, prompts, one, first=number)[0][0] for number in numbers]]
+    (prompt,) = prompts  # `_records` gives only one
+    numbers = range(first * config.samples, (first + 1) * config.samples)
+    return [[continue_batch(model, tokenizer, [prompt], one, first=number)[0][0] for number in numbers]]
 
 
 def _print_text(model: Any, tokenizer: Any, prompt: list[int], config: GenerateConfig) -> None:
