@@ -26,27 +26,41 @@ def register_operator(
 
     The decorated function is called directly if all tensors are plain and nothing records operators, because PyTorch
     takes several times as long as a launch to dispatch to an operator written in Python, and decoding waits for it.
+    It returns a tuple or list whose items are None for results that are absent, in whose place the registered operator
+    returns empty tensors.
 
     Args:
         name: name of the operator.
         schema: its arguments and results, in the notation of torch.library.
         fake: computes the outputs for tensors without data.
-        save, backward: as in `torch.library.register_autograd`. The gradients are not differentiable.
+        save, backward: as in `torch.library.register_autograd`; a gradient that `backward` is given may be None. The
+            gradients are not differentiable.
         traceable_backward: computes the same as `backward` in plain operations, for when `needs_traceable_ops` is true.
     """
 
     def register(launch: Callable[..., Result]) -> Callable[..., Result]:
-        operator = torch.library.custom_op(f"kvshift::{name}", launch, mutates_args=(), schema=schema)
+        def launch_whole(*args: Any) -> Any:
+            results, like = launch(*args), next(x for x in args if isinstance(x, Tensor))
+            return type(results)(like.new_empty(0) if y is None else y for y in results)
+
+        operator = torch.library.custom_op(f"kvshift::{name}", launch_whole, mutates_args=(), schema=schema)
         operator.register_fake(fake)
         differentiable = None
-        if backward is not None and traceable_backward is not None:
+        if save is not None and backward is not None and traceable_backward is not None:
             operator.register_autograd(backward, setup_context=save)
             alone, traceable = backward, traceable_backward
 
             def backward_of_either(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
                 return (traceable if needs_traceable_ops(*grads) else alone)(ctx, *grads)
 
-            members = {"forward": launch, "setup_context": save, "backward": backward_of_either}
+            def launch_and_save(ctx: Any, *args: Any) -> Any:
+                results = launch(*args)
+                save(ctx, args, results)
+                ctx.set_materialize_grads(False)
+                return results
+
+            # With a `setup_context`, PyTorch inspects the signature in every call.
+            members = {"forward": launch_and_save, "backward": backward_of_either}
             function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})
             differentiable = cast(Any, function).apply
         overloads = getattr(torch.ops.kvshift, name)
