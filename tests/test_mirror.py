@@ -30,6 +30,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/data/config.py",
         "lab/data/dataset_cache.py",
     ),
+    "lab/doctor/test_edge_suite.py": ("lab/doctor/small_calls.py",),
     "lab/evaluate/test_benchmarks.py": ("lab/evaluate/harness.py",),
     "lab/evaluate/test_evaluation.py": (
         "lab/evaluate/continuations.py",
@@ -92,7 +93,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "ops/triton/backward.py",
         "ops/triton/forward.py",
     ),
-    "ops/triton/test_self_test.py": ("ops/small_calls.py",),
     "recipes/test_fig01.py": (
         "recipes/fig01a/study.py",
         "recipes/fig01b/study.py",
