@@ -134,10 +134,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/study/recipe.py",
         "lab/study/run_study.py",
     ),
-    "serving/test_serve.py": (
-        "serving/saved_weights.py",
-        "serving/vllm_command.py",
-    ),
     "titan/test_checkpoints.py": (
         "integrations/titan/hf_adapter.py",
         "integrations/titan/hf_export.py",
@@ -158,7 +154,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "integrations/vllm_plugin/served_attention.py",
         "integrations/vllm_plugin/served_models.py",
     ),
-    "vllm/test_last_line.py": ("integrations/vllm_plugin/start_fault.py",),
     "vllm/test_refusals.py": ("integrations/vllm_plugin/start_checks.py",),
 }
 NAMED = {module for modules in ELSEWHERE.values() for module in modules}
