@@ -6,6 +6,7 @@ R rows of state.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.cpu.kernel import shift_cpu
-from kvshift.ops.dispatch import shift_path
+from kvshift.ops.dispatch import launch_key, remember_launch, shift_path, was_launched
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_traceable, state_after
@@ -90,8 +91,12 @@ def kv_shift(
 
 def shift_keys_values(call: Call) -> tuple[Tensor, Tensor, ShiftState | None]:
     """Return what `kv_shift` returns, but None for the state if no row is kept. Something must be shifted."""
-    check_call(call)
-    k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None)))
+    key = launch_key(call)
+    if was_launched(key):
+        _, k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], shift_triton(call, key))
+    else:
+        check_call(call)
+        k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None), key))
     return k_hat, v_hat, ShiftState(next_k, next_v, call.rows_to_keep()) if call.rows_to_keep() else None
 
 
@@ -134,7 +139,9 @@ def shift_tokens(
     return x_hat, cast(Tensor, next_state)
 
 
-def _shift(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _shift(
+    call: Call, key: Hashable | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return k, v and their next states (None if none is kept) of a call that has been checked.
 
     Tensors without coefficients are returned unchanged.
@@ -143,7 +150,9 @@ def _shift(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | N
     if path != "reference":
         call = with_plan(call)
     if path == "triton":
-        return shift_triton(call)[1:]
+        results = shift_triton(call)[1:]
+        remember_launch(key)
+        return results
     plan = call.plan()
 
     def one(x: Tensor | None, coefficients: Tensor | None, state: Tensor | None) -> tuple[Any, Any]:

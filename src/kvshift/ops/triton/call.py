@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -36,11 +37,14 @@ def triton_unsupported_reason(x: Tensor, window: int) -> str | None:
     return None
 
 
-def shift_triton(x: Call) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def shift_triton(
+    x: Call, key: Hashable | None = None
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Prepare the tensors of a call for `kvshift.ops.triton.launch.shift`, and call it.
 
     Args:
         x: a call whose tensors have any strides, with its plan if there are boundaries.
+        key: the `kvshift.ops.dispatch.launch_key` of the call, if that identifies it.
 
     Returns:
         q, k, v, and the next states of k and v, (S, R, G, D). Tensors that are neither shifted nor rotated are returned
@@ -56,7 +60,7 @@ def shift_triton(x: Call) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor 
     if x.sources is None:
         rows = min(max_rows, rows + x.k.shape[1])
     in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
-    q, k, v, *next_rows = shift(_to_kernel_layout(x), in_launch)
+    q, k, v, *next_rows = shift(_to_kernel_layout(x), in_launch, key)
     k_next = v_next = None
     if in_launch:
         k_next, v_next = (
@@ -64,12 +68,19 @@ def shift_triton(x: Call) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor 
             for y, of_y in zip((x.k, x.v), next_rows, strict=True)
         )
     elif max_rows:
-        k_next, v_next = (
-            None if y is None else state_after(y, x.state_or_zeros(y, state), x.plan(), max_rows)
-            for y, state in ((x.k, x.k_state), (x.v, x.v_state))
-        )
+        k_next, v_next = _next_rows(x, x.k, x.k_state), _next_rows(x, x.v, x.v_state)
     k, v = x.k if x.alpha is x.cos is None else k, x.v if x.beta is None else v
     return None if x.q is None else q, k, v, k_next, v_next
+
+
+def _next_rows(x: Call, y: Tensor | None, state: Tensor | None) -> Tensor | None:
+    """Return the next state of k or v by plain operations, through which gradients flow."""
+    rows = x.rows_to_keep()
+    if y is None:
+        return None
+    if x.sources is None and y.shape[1] >= rows and not torch.compiler.is_compiling():
+        return torch.slice_copy(y, 1, y.shape[1] - rows, y.shape[1])  # as `state_after`, which would be given zeros in place of no state
+    return state_after(y, x.state_or_zeros(y, state), x.plan(), rows)
 
 
 def _to_kernel_layout(x: Call) -> Call:
@@ -77,10 +88,23 @@ def _to_kernel_layout(x: Call) -> Call:
     cos, sin, compute = x.cos, x.sin, compute_dtype(x.k)
     if cos is not None and sin is not None and not _have_equal_strides(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
-    dense = {name: getattr(x, name) for name in ("k_state", "v_state", "q_scale", "k_scale")}
-    dense |= {name: None if y is None else y.to(compute) for name, y in (("alpha", x.alpha), ("beta", x.beta))}
-    dense = {name: None if y is None else y.contiguous() for name, y in dense.items()}
-    return x._replace(cos=cos, sin=sin, **dense)
+    return x._replace(
+        cos=cos,
+        sin=sin,
+        alpha=_dense(x.alpha, compute),
+        beta=_dense(x.beta, compute),
+        k_state=_dense(x.k_state),
+        v_state=_dense(x.v_state),
+        q_scale=_dense(x.q_scale),
+        k_scale=_dense(x.k_scale),
+    )
+
+
+def _dense(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Return x as a contiguous tensor, of this dtype if one is given. (`to` costs a call even if it does nothing.)"""
+    if x is None:
+        return None
+    return (x if dtype is None or x.dtype is dtype else x.to(dtype)).contiguous()
 
 
 def _have_equal_strides(cos: Tensor, sin: Tensor) -> bool:

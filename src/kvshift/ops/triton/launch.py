@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -171,6 +171,14 @@ def _allocate(shapes: Sequence[Shape | None], like: Tensor, dtype: torch.dtype |
     return [None if shape is None else like.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
+def _allocate_like(shapes: Sequence[Shape | None], inputs: Sequence[Any]) -> list[Tensor | None]:
+    """Allocate results that have the shapes of these inputs, in half the time of `new_empty`."""
+    return [
+        None if shape is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for shape, x in zip(shapes, inputs, strict=False)
+    ]
+
+
 def _launch(kernel: Any, programs: int, grid: _Grid, x: Call, *numbers: int) -> CompiledLaunch | None:
     if programs == 0:
         return None
@@ -219,16 +227,17 @@ def _prepare_backward(kernel: Any, grads: tuple[Tensor | None, ...], x: Call) ->
     schema=f"(Tensor? gq_out, Tensor? gk_out, Tensor? gv_out, {_INPUTS}, float eps) -> Tensor[]",
     fake=lambda *args: _empty_like(_backward_results(*args[:3], Call(*args[3:-1])), Call(*args[3:-1])),
 )
-def _shift_backward(*args: Any) -> list[Tensor | None]:
+def _shift_backward(*args: Any, key: Hashable | None = None) -> list[Tensor | None]:
     grads, (q, k, v, alpha, beta, _, _, cos, sin, q_scale, k_scale, sources, _, readers) = args[:3], args[3:-1]
     kernel, tiling = kernels().backward, TILING["backward" if cos is None else "backward, rotated"]
-    key = (id(kernel), tiling, args[-1], *map(geometry, args[:-1]))
+    inputs = tuple(map(geometry, args[3:-1])) if key is None else key
+    key = (id(kernel), tiling, args[-1], *map(geometry, grads), inputs)
     prepared = _BACKWARD.get(key)
     if prepared is None:
         prepared = _BACKWARD[key] = _prepare_backward(kernel, grads, Call(*args[3:-1], eps=args[-1]))
     if prepared.launch is None:
         return [None if shape is None else k.new_zeros(shape) for shape in prepared.results]
-    gradients = _allocate(prepared.results[:3], k)
+    gradients = _allocate_like(prepared.results[:3], (grads[0], k, v))
     sums = _allocate(prepared.partials, k, compute_dtype(k))
     prepared.launch(
         *gradients, *grads, *sums, q, k, v, alpha, beta, cos, sin, q_scale, k_scale, sources, readers
@@ -243,9 +252,9 @@ def _shift_backward(*args: Any) -> list[Tensor | None]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x = Call(*inputs[:TENSORS])
-    ctx.q_shape, ctx.eps = _shape(x.q), inputs[-2]
-    ctx.save_for_backward(*x._replace(q=None if x.q_scale is None else x.q, next_state=None)[:TENSORS])
+    q, q_scale, readers = inputs[0], inputs[9], inputs[TENSORS - 1]
+    ctx.q_shape, ctx.eps = _shape(q), inputs[-2]
+    ctx.save_for_backward(None if q_scale is None else q, *inputs[1 : TENSORS - 2], None, readers)  # no `next_state`
 
 
 def _due(ctx: Any, x: Call, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -262,7 +271,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     x = Call(*ctx.saved_tensors)
     grads = _due(ctx, x, (gq_out, gk_out, gv_out))
-    found = _shift_backward(*grads, *x[:TENSORS], ctx.eps)
+    found = _shift_backward(*grads, *x[:TENSORS], ctx.eps, key=ctx.key)
     gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = (None if g is None or g.numel() == 0 else g for g in found)
     gk_state = gv_state = None
     if x.k_state is not None and x.alpha is not None:
@@ -312,20 +321,20 @@ def _prepare_forward(kernel: Any, x: Call, rows: int) -> _Prepared:
     backward=_backward,
     traceable_backward=_traceable_backward,
 )
-def _shift(*args: Any) -> tuple[Tensor | None, ...]:
+def _shift(*args: Any, key: Hashable | None = None) -> tuple[Tensor | None, ...]:
     inputs, (eps, rows) = args[:TENSORS], args[TENSORS:]
     kernel, tiling = kernels().forward, TILING["forward" if inputs[7] is None else "forward, rotated"]
-    key = (id(kernel), tiling, eps, rows, *map(geometry, inputs))
+    key = (id(kernel), tiling, eps, rows, tuple(map(geometry, inputs)) if key is None else key)
     prepared = _FORWARD.get(key)
     if prepared is None:
         prepared = _FORWARD[key] = _prepare_forward(kernel, Call(*inputs, eps=eps), rows)
-    results = _allocate(prepared.results, inputs[1])
+    results = _allocate_like(prepared.results[:3], inputs) + _allocate(prepared.results[3:], inputs[1])
     if prepared.launch is not None:
         prepared.launch(*results, *inputs[:-1])
     return tuple(results)
 
 
-def shift(x: Call, rows: int) -> tuple[Tensor | None, ...]:
+def shift(x: Call, rows: int, key: Hashable | None = None) -> tuple[Tensor | None, ...]:
     """Shift k and v, normalise and rotate q and k, and compute the next states, as far as `x` has the tensors.
 
         y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
@@ -336,10 +345,11 @@ def shift(x: Call, rows: int) -> tuple[Tensor | None, ...]:
     Args:
         x: a call whose tensors are contiguous, except q, k and v, with coefficients in the dtype of the arithmetic.
         rows: N, the number of rows of the next state of each batch entry; 0 if none is kept.
+        key: what identifies the geometry of all tensors, if that is known.
 
     Returns:
         q, k, v and the next states of k and v, (B, N, G, D). A result is None (an empty tensor where the operators of
         torch.library are called) if there is nothing to compute: q without a q, k with neither alpha nor cos, v without
         beta, and states without rows.
     """
-    return _shift(*x[:TENSORS], x.eps or 0.0, rows)
+    return _shift(*x[:TENSORS], x.eps or 0.0, rows, key=key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -47,17 +47,23 @@ def register_operator(
         operator.register_fake(fake)
         differentiable = None
         if save is not None and backward is not None and traceable_backward is not None:
-            operator.register_autograd(backward, setup_context=save)
             alone, traceable = backward, traceable_backward
 
-            def backward_of_either(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-                return (traceable if needs_traceable_ops(*grads) else alone)(ctx, *grads)
+            def save_for_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                ctx.key = None
+                save(ctx, inputs, output)
 
-            def launch_and_save(ctx: Any, *args: Any) -> Any:
-                results = launch(*args)
+            operator.register_autograd(backward, setup_context=save_for_operator)
+
+            def launch_and_save(ctx: Any, key: Hashable | None, *args: Any) -> Any:
+                results = launch(*args, key=key)
+                ctx.key = key
                 save(ctx, args, results)
                 ctx.set_materialize_grads(False)
                 return results
+
+            def backward_of_either(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+                return None, *(traceable if needs_traceable_ops(*grads) else alone)(ctx, *grads)
 
             # With a `setup_context`, PyTorch inspects the signature in every call.
             members = {"forward": launch_and_save, "backward": backward_of_either}
@@ -65,15 +71,18 @@ def register_operator(
             differentiable = cast(Any, function).apply
         overloads = getattr(torch.ops.kvshift, name)
 
-        def call(*args: Any) -> Result:
-            if torch.compiler.is_compiling():
+        def call(*args: Any, key: Hashable | None = None) -> Result:
+            if key is None and (
+                torch.compiler.is_compiling()
+                or torch._C._len_torch_dispatch_stack() > 0
+                or any(isinstance(x, Tensor) and type(x) not in PLAIN_TENSOR_TYPES for x in args)
+            ):
                 return overloads(*args)
-            tensors = [x for x in args if isinstance(x, Tensor)]
-            if torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN_TENSOR_TYPES for x in tensors):
-                return overloads(*args)
-            if differentiable is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-                return differentiable(*args)
-            return launch(*args)
+            if differentiable is not None and torch.is_grad_enabled():
+                for x in args:
+                    if isinstance(x, Tensor) and x.requires_grad:
+                        return differentiable(key, *args)
+            return launch(*args, key=key)
 
         return call
 
