@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kvshift.ops.arguments import Call
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
-from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, is_exporting, needs_traceable_ops
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES, unreadable_reason
+from kvshift.ops.torch_ops import is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_unsupported_reason
 from kvshift.ops.triton.self_test import Kind, passes_self_test
 
@@ -137,8 +138,8 @@ def _unsupported_reason(kernels: str, window: int, x: Tensor, *others: Tensor | 
     refusal = _UNSUPPORTED_REASONS[kernels](x, window)
     if refusal is None and not is_exporting():  # it uses tensors without data, which are not plain
         for tensor in (x, *others):
-            if tensor is not None and type(tensor) not in _KERNEL_TYPES[kernels]:
-                return f"it takes plain tensors, got a {type(tensor).__name__}"
+            if tensor is not None and refusal is None:
+                refusal = unreadable_reason(tensor, x.device, types=_KERNEL_TYPES[kernels])
     return refusal
 
 
