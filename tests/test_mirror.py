@@ -30,6 +30,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/data/config.py",
         "lab/data/dataset_cache.py",
     ),
+    "lab/doctor/test_edge_suite.py": ("lab/doctor/small_calls.py",),
     "lab/evaluate/test_benchmarks.py": ("lab/evaluate/harness.py",),
     "lab/evaluate/test_evaluation.py": (
         "lab/evaluate/continuations.py",
@@ -92,7 +93,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "ops/triton/backward.py",
         "ops/triton/forward.py",
     ),
-    "ops/triton/test_self_test.py": ("ops/small_calls.py",),
     "recipes/test_fig01.py": (
         "recipes/fig01a/study.py",
         "recipes/fig01b/study.py",
@@ -134,10 +134,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/study/recipe.py",
         "lab/study/run_study.py",
     ),
-    "serving/test_serve.py": (
-        "serving/saved_weights.py",
-        "serving/vllm_command.py",
-    ),
     "titan/test_checkpoints.py": (
         "integrations/titan/hf_adapter.py",
         "integrations/titan/hf_export.py",
@@ -158,7 +154,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "integrations/vllm_plugin/served_attention.py",
         "integrations/vllm_plugin/served_models.py",
     ),
-    "vllm/test_last_line.py": ("integrations/vllm_plugin/start_fault.py",),
     "vllm/test_refusals.py": ("integrations/vllm_plugin/start_checks.py",),
 }
 NAMED = {module for modules in ELSEWHERE.values() for module in modules}

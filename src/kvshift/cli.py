@@ -24,7 +24,6 @@ class _Command:
     example: str = ""  # an example command line
     first: tuple[str, ...] = ()  # the options that --help lists; --help-all lists all
     from_file: bool = False  # whether options may also come from a file (`--config`)
-    passes_on: bool = False  # whether all arguments after the first go to another program unparsed
 
 
 _COMMANDS = {
@@ -157,13 +156,6 @@ _COMMANDS = {
         "kvshift.lab.export.exporting:export",
         "kvshift export runs/mine mine-as-onnx",
     ),
-    "serve": _Command(
-        "Serve a model over HTTP with vLLM",
-        "kvshift.serving.serve_config:ServeOptions",
-        "kvshift.serving.serve:serve",
-        "kvshift serve runs/mine --port 8001",
-        passes_on=True,
-    ),
 }
 
 
@@ -219,8 +211,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     from kvshift.lab.core.errors import LabError, missing_package
 
     command = _COMMANDS[name]
-    if command.passes_on and arguments and not arguments[0].startswith("-"):
-        arguments = [arguments[0], "--", *arguments[1:]]
     reader = "kvshift.lab.options_file:parse" if command.from_file else "kvshift.lab.command_line:read"
     about = {"description": command.summary, "example": command.example, "first": command.first}
     try:

@@ -176,7 +176,6 @@ def test_positional_arguments_have_names_and_no_types(name):
         "explore": ["[MODEL ...]"],
         "retrofit": ["MODEL", "OUT"],
         "export": ["MODEL", "OUT"],
-        "serve": ["CHECKPOINT", "[VLLM-OPTIONS ...]"],
     }
     assert names == expected.get(name, [])
     assert lines[0].endswith(" ".join(["", *names]))

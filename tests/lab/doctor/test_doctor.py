@@ -16,7 +16,6 @@ from kvshift.cli import main
 from kvshift.lab.doctor import doctor as doctor_module
 from kvshift.ops import dispatch, shift
 from kvshift.ops.cpu import kernel as cpu_kernel
-from kvshift.ops.triton import launch, self_test
 
 from ...ops.conftest import skip_unless_built
 from ...ops.triton.test_mutants import MUTANTS
@@ -118,23 +117,6 @@ def test_a_mutant_of_the_triton_kernels_is_named(name, capsys, monkeypatch, tmp_
         wrong = report(capsys, code=1)["wrong"]
     assert wrong
     assert all(line.startswith("edge suite: triton on cpu, ") for line in wrong)
-
-
-@pytest.mark.slow
-def test_a_self_test_that_fails_is_wrong_and_says_what_auto_takes(capsys, few, monkeypatch):
-    skip_unless_built("triton")
-    monkeypatch.setattr(dispatch, "is_gpu", lambda x: True)
-    monkeypatch.setattr(self_test, "_VERDICTS", {})
-    monkeypatch.setattr(self_test, "_SWITCH", "1")
-
-    def kernels() -> None:
-        raise RuntimeError("ptxas died")
-
-    monkeypatch.setattr(launch, "kernels", kernels)
-    found = report(capsys, code=1)
-    assert "RuntimeError: ptxas died" in found["backends, warnings"][0]
-    assert found["wrong"][0] == found["backends, warnings"][0]
-    assert [row["backend"] for row in found["backends"]] == ["eager", "eager", "plain operations", "eager"]
 
 
 @pytest.mark.parametrize("fault", ['raise OSError("libcudart.so.13: no such file")', "import no_such_module", "1 / 0"])

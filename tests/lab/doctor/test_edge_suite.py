@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvshift.lab.doctor.edge_suite import EDGES, FAULTS
-from kvshift.ops.small_calls import Kind, difference, outcome
+from kvshift.lab.doctor.small_calls import Kind, difference, outcome
 
 from ...ops.conftest import skip_unless_built
 

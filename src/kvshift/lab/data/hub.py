@@ -1,11 +1,11 @@
-"""Tell paths from names on the Hugging Face hub, check that the hub has a model, and download its files."""
+"""Tell paths from names on the Hugging Face hub, and check that the hub has a model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from kvshift.lab.core.errors import LabError
@@ -49,16 +49,6 @@ def require_on_hub(name: str, option: str) -> None:
             f"{option}: there is no folder {name} here, it is not in the hub's cache, and the hub cannot be reached: "
             f"{_reason(error)}"
         ) from error
-
-
-def download(name: str, file: str) -> Path | None:
-    """Return the path of a small file of a model from the hub or its cache; None if the model has no such file."""
-    try:
-        return Path(hf_hub_download(name, file))
-    except EntryNotFoundError:  # also raised if the hub is unreachable and the file is not cached
-        return None
-    except OSError as error:
-        raise LabError(f"model: {name} could not be loaded from the hub: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

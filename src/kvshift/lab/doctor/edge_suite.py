@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.lab.doctor.small_calls import HEADS, Edge, Kind, difference, outcome
 from kvshift.ops import ShiftState, kv_shift
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
-from kvshift.ops.small_calls import HEADS, Edge, Kind, difference, outcome
 from kvshift.ops.triton.call import triton_unsupported_reason
 
 _K_SIZE, _V_SIZE = 20, 19  # longer than a vector register of the CPU, and not a multiple of its length

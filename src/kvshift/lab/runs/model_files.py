@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.data.hub import download, is_hub_name, require_on_hub
+from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -88,46 +86,6 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise LabError(f"model: {path} must contain a JSON object, got {type(found).__name__}")
     return found
-
-
-def find_file(model: str, name: str) -> Path | None:
-    """Return the path of a file of a model, downloaded if the model is on the hub, or None if it has no such file."""
-    if is_hub_name(model):
-        return download(model, name)
-    path = Path(model) / name
-    return path if path.is_file() else None
-
-
-def largest_id(tokenizer: str) -> int | None:
-    """Return the largest id of a tokenizer, as found by `locate`, or None if transformers is needed to determine it.
-
-    It is needed if there is no tokenizer.json, or if tokenizer_config.json adds tokens, whose ids transformers assigns.
-    """
-    path, settings = (find_file(tokenizer, name) for name in ("tokenizer.json", "tokenizer_config.json"))
-    if path is None:
-        return None
-    try:
-        vocabulary = Tokenizer.from_file(str(path)).get_vocab()
-    except Exception as error:  # tokenizers raises plain Exceptions for invalid files
-        raise LabError(f"model: {path} could not be loaded: {error}") from error
-    added = settings is not None and any(token not in vocabulary for token in _named_tokens(read_object(settings)))
-    return None if added else max(vocabulary.values(), default=-1)
-
-
-def _named_tokens(settings: dict[str, Any]) -> Iterator[str]:
-    """Yield the tokens in a tokenizer_config.json, in which each is a string or an object with a string `content`."""
-    for name, value in settings.items():
-        if name.endswith("_token"):
-            yield from _texts([value])
-        elif name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
-            yield from _texts(value.values() if isinstance(value, dict) else value or ())
-
-
-def _texts(tokens: Any) -> Iterator[str]:
-    for token in tokens:
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            yield text
 
 
 def require_ids(tokenizer: str, largest: int, vocab_size: int) -> None:

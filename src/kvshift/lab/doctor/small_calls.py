@@ -1,6 +1,6 @@
 """Small calls with random inputs: their results with a backend, and the errors allowed in them.
 
-`triton/self_test.py` makes a few before "auto" first uses the kernels of a GPU, and `kvshift doctor` makes more.
+`kvshift doctor` makes them.
 
 Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
 """
@@ -15,9 +15,31 @@ from torch import Tensor, nn
 from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.shift import kv_shift
 from kvshift.ops.state import ShiftState
-from kvshift.ops.triton.self_test import Kind
 
 HEADS, _QUERY_HEADS = 3, 5
+
+
+class Kind(NamedTuple):
+    """A kind of call, for which kernels are compiled.
+
+    Attributes:
+        k_size, v_size: head size of keys and of values.
+        window: W; 1 if nothing is shifted.
+        rotated, normed: whether the launch includes rotary embedding and QK-norm.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    k_size: int
+    v_size: int
+    window: int
+    rotated: bool = False
+    normed: bool = False
+
+    def __str__(self) -> str:
+        sizes = self.k_size if self.k_size == self.v_size else f"{self.k_size} (values {self.v_size})"
+        after = ", QK-norm" * self.normed + ", rotary embedding" * self.rotated
+        return f"{str(self.dtype).removeprefix('torch.')}, head size {sizes}, window {self.window}{after}"
 
 
 class Edge(NamedTuple):
