@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from kvshift.ops.arguments import Call
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
-from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, is_exporting, needs_traceable_ops
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES, is_lazy, unreadable_reason
+from kvshift.ops.torch_ops import is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_unsupported_reason
 from kvshift.ops.triton.compiled_launch import Kept, geometry
 
@@ -50,7 +51,7 @@ def launch_key(call: Call) -> Hashable | None:
     """Return all that decides how the Triton kernels compute a call, apart from the addresses of its tensors.
 
     Checking a small call takes as long as launching it. Calls with equal keys need not be checked again. None if the
-    call cannot be launched, or not without looking further: it has boundaries, or tensors that are not plain.
+    call cannot be launched, or not without looking further: it has boundaries, or tensors that are not plain or lazy.
     """
     k, norms = call.k, call.norms
     if (
@@ -73,7 +74,7 @@ def launch_key(call: Call) -> Hashable | None:
     for x in tensors:
         if x is None:
             parts.append(None)
-        elif type(x) not in PLAIN_TENSOR_TYPES or x.layout is not torch.strided or x.is_nested:
+        elif type(x) not in PLAIN_TENSOR_TYPES or x.layout is not torch.strided or x.is_nested or is_lazy(x):
             return None
         else:
             parts += geometry(x), x.requires_grad
@@ -182,8 +183,8 @@ def _unsupported_reason(kernels: str, window: int, x: Tensor, *others: Tensor | 
     refusal = _UNSUPPORTED_REASONS[kernels](x, window)
     if refusal is None and not is_exporting():  # it uses tensors without data, which are not plain
         for tensor in (x, *others):
-            if tensor is not None and type(tensor) not in _KERNEL_TYPES[kernels]:
-                return f"it takes plain tensors, got a {type(tensor).__name__}"
+            if tensor is not None and refusal is None:
+                refusal = unreadable_reason(tensor, x.device, types=_KERNEL_TYPES[kernels])
     return refusal
 
 

@@ -40,7 +40,7 @@ class Tiling:
     """Number of warps of a program."""
 
 
-# The tiling of each kernel; `kvshift.benchmarks.tilings` measures others on the current device.
+# The tiling of each kernel; `kvshift_lab.benchmarks.tilings` measures others on the current device.
 TILING = {
     "forward": Tiling(),
     "backward": Tiling(elements=2048),
@@ -227,11 +227,10 @@ def _prepare_backward(kernel: Any, grads: tuple[Tensor | None, ...], x: Call) ->
     schema=f"(Tensor? gq_out, Tensor? gk_out, Tensor? gv_out, {_INPUTS}, float eps) -> Tensor[]",
     fake=lambda *args: _empty_like(_backward_results(*args[:3], Call(*args[3:-1])), Call(*args[3:-1])),
 )
-def _shift_backward(*args: Any, key: Hashable | None = None) -> list[Tensor | None]:
+def _shift_backward(*args: Any) -> list[Tensor | None]:
     grads, (q, k, v, alpha, beta, _, _, cos, sin, q_scale, k_scale, sources, _, readers) = args[:3], args[3:-1]
     kernel, tiling = kernels().backward, TILING["backward" if cos is None else "backward, rotated"]
-    inputs = tuple(map(geometry, args[3:-1])) if key is None else key
-    key = (id(kernel), tiling, args[-1], *map(geometry, grads), inputs)
+    key = (id(kernel), tiling, args[-1], *map(geometry, args[:-1]))
     prepared = _BACKWARD.get(key)
     if prepared is None:
         prepared = _BACKWARD[key] = _prepare_backward(kernel, grads, Call(*args[3:-1], eps=args[-1]))
@@ -271,7 +270,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     x = Call(*ctx.saved_tensors)
     grads = _due(ctx, x, (gq_out, gk_out, gv_out))
-    found = _shift_backward(*grads, *x[:TENSORS], ctx.eps, key=ctx.key)
+    found = _shift_backward(*grads, *x[:TENSORS], ctx.eps)
     gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = (None if g is None or g.numel() == 0 else g for g in found)
     gk_state = gv_state = None
     if x.k_state is not None and x.alpha is not None:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, needs_traceable_ops
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES, resolve
+from kvshift.ops.torch_ops import needs_traceable_ops
 
 Result = TypeVar("Result")
 
@@ -36,11 +37,15 @@ def register_operator(
         save, backward: as in `torch.library.register_autograd`; a gradient that `backward` is given may be None. The
             gradients are not differentiable.
         traceable_backward: computes the same as `backward` in plain operations, for when `needs_traceable_ops` is true.
+
+    The returned function takes one more argument, `key`, which is passed on to the decorated one. If it is given, the
+    caller has found that the tensors are plain, that their memory holds their numbers, and that nothing records.
     """
 
     def register(launch: Callable[..., Result]) -> Callable[..., Result]:
         def launch_whole(*args: Any) -> Any:
-            results, like = launch(*args), next(x for x in args if isinstance(x, Tensor))
+            results = launch(*map(_resolve, args))
+            like = next(x for x in args if isinstance(x, Tensor))
             return type(results)(like.new_empty(0) if y is None else y for y in results)
 
         operator = torch.library.custom_op(f"kvshift::{name}", launch_whole, mutates_args=(), schema=schema)
@@ -48,16 +53,10 @@ def register_operator(
         differentiable = None
         if save is not None and backward is not None and traceable_backward is not None:
             alone, traceable = backward, traceable_backward
-
-            def save_for_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                ctx.key = None
-                save(ctx, inputs, output)
-
-            operator.register_autograd(backward, setup_context=save_for_operator)
+            operator.register_autograd(backward, setup_context=save)
 
             def launch_and_save(ctx: Any, key: Hashable | None, *args: Any) -> Any:
                 results = launch(*args, key=key)
-                ctx.key = key
                 save(ctx, args, results)
                 ctx.set_materialize_grads(False)
                 return results
@@ -72,18 +71,24 @@ def register_operator(
         overloads = getattr(torch.ops.kvshift, name)
 
         def call(*args: Any, key: Hashable | None = None) -> Result:
-            if key is None and (
-                torch.compiler.is_compiling()
-                or torch._C._len_torch_dispatch_stack() > 0
-                or any(isinstance(x, Tensor) and type(x) not in PLAIN_TENSOR_TYPES for x in args)
-            ):
-                return overloads(*args)
-            if differentiable is not None and torch.is_grad_enabled():
-                for x in args:
-                    if isinstance(x, Tensor) and x.requires_grad:
-                        return differentiable(key, *args)
-            return launch(*args, key=key)
+            records = False
+            for x in args:
+                if isinstance(x, Tensor):
+                    if key is None and type(x) not in PLAIN_TENSOR_TYPES:
+                        return overloads(*args)
+                    records = records or x.requires_grad
+            if key is None:
+                if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+                    return overloads(*args)
+                args = tuple(map(_resolve, args))
+            if records and differentiable is not None and torch.is_grad_enabled():
+                return differentiable(key, *args)
+            return launch(*args) if key is None else launch(*args, key=key)
 
         return call
 
     return register
+
+
+def _resolve(x: Any) -> Any:
+    return resolve(x) if isinstance(x, Tensor) else x
