@@ -21,14 +21,12 @@ from kvshift.ops.dispatch import (
     gain_and_epsilon,
     is_compiling_training,
     launch_key,
-    remember_launch,
-    was_launched,
 )
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import check_call, shift_keys_values, shift_tokens, unpack_state, with_plan
 from kvshift.ops.state import ShiftState
-from kvshift.ops.triton.call import shift_triton
+from kvshift.ops.triton.call import shift_triton, was_launched
 
 Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
 
@@ -93,8 +91,7 @@ def run(path: FusedPath, call: Call, key: Hashable | None = None) -> Results:
 
 
 def _launch(call: Call, key: Hashable | None) -> Results:
-    known = was_launched(key)
-    if not known:
+    if not was_launched(key):
         check_call(call)
     if call.window() == 1:
         call = call._replace(max_rows=0)
@@ -111,8 +108,7 @@ def _launch(call: Call, key: Hashable | None) -> Results:
             cast(Tensor, call.v),
         )
     else:
-        q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(given, key if known else None))
-        remember_launch(key)
+        q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(given, key))
     if call.max_rows == 0:
         return q_hat, k_hat, v_hat, None
     return q_hat, k_hat, v_hat, ShiftState(next_rows[0], next_rows[1], call.rows_to_keep())
@@ -157,9 +153,10 @@ def _shift_queries(q: Tensor, gamma: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 def _half_tables(call: Call) -> Rotary:
     """Return the rotary tables in the form that the kernels read, (L, T, D/2)."""
-    cos, sin = (table.squeeze(2) for table in cast(Rotary, call.rotary()))
-    half = call.k.shape[3] // 2
-    return (cos, sin) if cos.shape[-1] == half else (cos[..., :half], sin[..., half:])  # the first half is negated
+    (cos, sin), half = cast(Rotary, call.rotary()), call.k.shape[3] // 2
+    if cos.shape[-1] == half:
+        return cos.squeeze(2), sin.squeeze(2)
+    return cos[:, :, 0, :half], sin[:, :, 0, half:]  # the first half is negated
 
 
 def _finish(

@@ -18,16 +18,13 @@ from kvshift.ops.arguments import Call
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
 from kvshift.ops.memory import PLAIN_TENSOR_TYPES, is_lazy, unreadable_reason
 from kvshift.ops.torch_ops import is_exporting, needs_traceable_ops
-from kvshift.ops.triton.call import triton_unsupported_reason
-from kvshift.ops.triton.compiled_launch import Kept, geometry
+from kvshift.ops.triton.call import triton_unsupported_reason, was_launched
+from kvshift.ops.triton.compiled_launch import geometry
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # the meaning of "auto" in this process
 _UNSUPPORTED_REASONS: dict[str, Any] = {"cpu": cpu_unsupported_reason, "triton": triton_unsupported_reason}
 _KERNEL_TYPES = {"cpu": PLAIN_TENSOR_TYPES, "triton": (*PLAIN_TENSOR_TYPES, torch._subclasses.FakeTensor)}
-
-_LAUNCHED: Kept[bool] = Kept()
-"""Keys of calls that passed all checks and were computed by the Triton kernels."""
 
 ShiftPath = Literal["reference", "traceable", "eager", "cpu", "triton"]
 FusedPath = Literal["next token", "reference", "launch", "unfused"]
@@ -79,16 +76,6 @@ def launch_key(call: Call) -> Hashable | None:
         else:
             parts += geometry(x), x.requires_grad
     return tuple(parts)
-
-
-def was_launched(key: Hashable | None) -> bool:
-    """Return True if a call with this key was launched before, so that it needs no more checks."""
-    return key in _LAUNCHED
-
-
-def remember_launch(key: Hashable | None) -> None:
-    if key is not None:
-        _LAUNCHED[key] = True
 
 
 def shift_path(call: Call) -> ShiftPath:

@@ -15,11 +15,11 @@ from torch import Tensor
 from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.cpu.kernel import shift_cpu
-from kvshift.ops.dispatch import launch_key, remember_launch, shift_path, was_launched
+from kvshift.ops.dispatch import launch_key, shift_path
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_traceable, state_after
-from kvshift.ops.triton.call import shift_triton
+from kvshift.ops.triton.call import shift_triton, was_launched
 
 _AXES = "(batch, positions, heads, head size)"
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # the only ones that PyTorch computes with
@@ -139,9 +139,7 @@ def shift_tokens(
     return x_hat, cast(Tensor, next_state)
 
 
-def _shift(
-    call: Call, key: Hashable | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _shift(call: Call, key: Hashable | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return k, v and their next states (None if none is kept) of a call that has been checked.
 
     Tensors without coefficients are returned unchanged.
@@ -150,9 +148,7 @@ def _shift(
     if path != "reference":
         call = with_plan(call)
     if path == "triton":
-        results = shift_triton(call)[1:]
-        remember_launch(key)
-        return results
+        return shift_triton(call, key)[1:]
     plan = call.plan()
 
     def one(x: Tensor | None, coefficients: Tensor | None, state: Tensor | None) -> tuple[Any, Any]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Hashable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kvshift.ops.arguments import TENSORS, Call, compute_dtype
 from kvshift.ops.torch_ops import state_after
+from kvshift.ops.triton.compiled_launch import Kept
 from kvshift.ops.triton.launch import shift
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -37,6 +39,31 @@ def triton_unsupported_reason(x: Tensor, window: int) -> str | None:
     return None
 
 
+class _Known(NamedTuple):
+    """How the kernels compute a call.
+
+    Attributes:
+        records: whether gradients are recorded.
+        rows: number of rows of the next state of each sequence.
+        in_launch: the same of each batch entry, if the launch writes them; otherwise 0.
+        changes_layout: whether a tensor must be cast or copied first.
+    """
+
+    records: bool
+    rows: int
+    in_launch: int
+    changes_layout: bool
+
+
+_KNOWN: Kept[_Known] = Kept()
+"""By keys of calls that passed all checks and were launched."""
+
+
+def was_launched(key: Hashable | None) -> bool:
+    """Return True if a call with this `kvshift.ops.dispatch.launch_key` was launched, so that it needs no checks."""
+    return key in _KNOWN
+
+
 def shift_triton(
     x: Call, key: Hashable | None = None
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -44,7 +71,7 @@ def shift_triton(
 
     Args:
         x: a call whose tensors have any strides, with its plan if there are boundaries.
-        key: the `kvshift.ops.dispatch.launch_key` of the call, if that identifies it.
+        key: the `kvshift.ops.dispatch.launch_key` of the call.
 
     Returns:
         q, k, v, and the next states of k and v, (S, R, G, D). Tensors that are neither shifted nor rotated are returned
@@ -53,14 +80,15 @@ def shift_triton(
     Raises:
         ValueError: gradients are recorded for a call that rotates and has a state.
     """
-    records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x[:TENSORS])
-    if records and x.cos is not None and (x.k_state is not None or x.v_state is not None):
-        raise ValueError("k_state and v_state must be None where gradients are recorded: a state has no gradient")
-    rows, max_rows = x.rows(), x.rows_to_keep()
-    if x.sources is None:
-        rows = min(max_rows, rows + x.k.shape[1])
-    in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
-    q, k, v, *next_rows = shift(_to_kernel_layout(x), in_launch, key)
+    known = _KNOWN.get(key)
+    layout = x if known is not None and not known.changes_layout else _to_kernel_layout(x)
+    if known is None:
+        known = _how(x, changes_layout=any(y is not z for y, z in zip(x[:TENSORS], layout[:TENSORS], strict=True)))
+    results = shift(layout, known.in_launch, key=key, records=known.records)
+    if key is not None:
+        _KNOWN[key] = known
+    q, k, v, *next_rows = cast(tuple[Any, ...], results)
+    in_launch, rows, max_rows = known.in_launch, known.rows, x.rows_to_keep()
     k_next = v_next = None
     if in_launch:
         k_next, v_next = (
@@ -73,13 +101,25 @@ def shift_triton(
     return None if x.q is None else q, k, v, k_next, v_next
 
 
+def _how(x: Call, *, changes_layout: bool) -> _Known:
+    records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x[:TENSORS])
+    if records and x.cos is not None and (x.k_state is not None or x.v_state is not None):
+        raise ValueError("k_state and v_state must be None where gradients are recorded: a state has no gradient")
+    rows, max_rows = x.rows(), x.rows_to_keep()
+    if x.sources is None:
+        rows = min(max_rows, rows + x.k.shape[1])
+    in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
+    return _Known(records, rows, in_launch, changes_layout)
+
+
 def _next_rows(x: Call, y: Tensor | None, state: Tensor | None) -> Tensor | None:
     """Return the next state of k or v by plain operations, through which gradients flow."""
     rows = x.rows_to_keep()
     if y is None:
         return None
     if x.sources is None and y.shape[1] >= rows and not torch.compiler.is_compiling():
-        return torch.slice_copy(y, 1, y.shape[1] - rows, y.shape[1])  # as `state_after`, which would be given zeros in place of no state
+        # As `state_after` does, for which zeros would be made in place of no state.
+        return torch.slice_copy(y, 1, y.shape[1] - rows, y.shape[1])
     return state_after(y, x.state_or_zeros(y, state), x.plan(), rows)
 
 

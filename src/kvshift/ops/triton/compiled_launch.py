@@ -9,7 +9,6 @@ or runs kernels in its interpreter, it is asked as usual.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -52,14 +51,10 @@ class CompiledLaunch:
             tensors: the first arguments of the kernel. In every call, the same ones are None, and the others have the
                 same dtypes and devices.
         """
-        addresses: list[int | None] = []
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
         bits = 0
-        for x in tensors:
-            if x is None:
-                addresses.append(None)
-            else:
-                address = x.data_ptr()
-                addresses.append(address)
+        for address in addresses:
+            if address:
                 bits |= address
         if self._device >= 0 and self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):  # Triton launches on the current device, wherever the tensors are
@@ -85,9 +80,9 @@ def _may_be_kept(compiled: Any) -> bool:
     from triton.compiler import CompiledKernel
 
     version = tuple(map(int, triton.__version__.split(".")[:2]))
-    oldest, newest = _TESTED
-    # For other devices, Triton looks at more than the alignment of an address.
-    return oldest <= version <= newest and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda"
+    if not _TESTED[0] <= version <= _TESTED[1] or type(compiled) is not CompiledKernel:
+        return False
+    return compiled.metadata.target.backend == "cuda"  # for others, Triton looks at more than the alignment
 
 
 def geometry(x: Tensor | None) -> Hashable:

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvshift.ops.arguments import TENSORS, Call, compute_dtype
 from kvshift.ops.torch_ops import gradients, gradients_of_state, shift_norm_rope_traceable
 from kvshift.ops.triton.compiled_launch import CompiledLaunch, Kept, geometry
-from kvshift.ops.triton.registration import register_operator
+from kvshift.ops.triton.registration import Operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +222,7 @@ def _prepare_backward(kernel: Any, grads: tuple[Tensor | None, ...], x: Call) ->
     return _Prepared(_backward_results(gq_out, gk_out, gv_out, x), [*coefficients, *gains], launch)
 
 
-@register_operator(
-    "shift_backward",
-    schema=f"(Tensor? gq_out, Tensor? gk_out, Tensor? gv_out, {_INPUTS}, float eps) -> Tensor[]",
-    fake=lambda *args: _empty_like(_backward_results(*args[:3], Call(*args[3:-1])), Call(*args[3:-1])),
-)
-def _shift_backward(*args: Any) -> list[Tensor | None]:
+def _launch_backward(*args: Any) -> list[Tensor | None]:
     grads, (q, k, v, alpha, beta, _, _, cos, sin, q_scale, k_scale, sources, _, readers) = args[:3], args[3:-1]
     kernel, tiling = kernels().backward, TILING["backward" if cos is None else "backward, rotated"]
     key = (id(kernel), tiling, args[-1], *map(geometry, args[:-1]))
@@ -250,9 +245,18 @@ def _shift_backward(*args: Any) -> list[Tensor | None]:
     return [*gradients, *of_coefficients, *of_gains]
 
 
+_shift_backward = Operator(
+    "shift_backward",
+    cast(Any, _launch_backward),
+    schema=f"(Tensor? gq_out, Tensor? gk_out, Tensor? gv_out, {_INPUTS}, float eps) -> Tensor[]",
+    fake=lambda gq, gk, gv, *args: _empty_like(_backward_results(gq, gk, gv, Call(*args[:-1])), Call(*args[:-1])),
+)
+
+
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, q_scale, readers = inputs[0], inputs[9], inputs[TENSORS - 1]
-    ctx.q_shape, ctx.eps = _shape(q), inputs[-2]
+    ctx.q_shape, ctx.eps = _shape(q), inputs[TENSORS]
+    ctx.arguments = len(inputs)
     ctx.save_for_backward(None if q_scale is None else q, *inputs[1 : TENSORS - 2], None, readers)  # no `next_state`
 
 
@@ -279,7 +283,8 @@ def _backward(
     if x.v_state is not None and x.beta is not None:
         gv_state, share = gradients_of_state(cast(Tensor, grads[2]), x.beta, x.v_state, x.readers)
         gbeta = share if gbeta is None else gbeta + share
-    return gq, gk, gv, galpha, gbeta, gk_state, gv_state, None, None, gq_scale, gk_scale, *(None,) * 5
+    given = gq, gk, gv, galpha, gbeta, gk_state, gv_state, None, None, gq_scale, gk_scale
+    return *given, *(None,) * (ctx.arguments - len(given))
 
 
 def _traceable_backward(
@@ -297,7 +302,8 @@ def _traceable_backward(
         return tuple(y for y, grad in zip(outputs, given, strict=True) if y is not None and grad is not None)
 
     *found, gq_scale, gk_scale = gradients(forward, differentiable, tuple(g for g in given if g is not None))
-    return *found, None, None, gq_scale, gk_scale, *(None,) * 5
+    found += None, None, gq_scale, gk_scale
+    return *found, *(None,) * (ctx.arguments - len(found))
 
 
 def _prepare_forward(kernel: Any, x: Call, rows: int) -> _Prepared:
@@ -312,18 +318,10 @@ def _prepare_forward(kernel: Any, x: Call, rows: int) -> _Prepared:
     return _Prepared(results, [], _launch(kernel, batch * (grid.tiles + (rows > 0)) * grid.lanes, grid, x, *numbers))
 
 
-@register_operator(
-    "shift",
-    schema=f"({_INPUTS}, float eps, SymInt rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=lambda *args: tuple(_empty_like(_forward_results(Call(*args[:TENSORS]), args[-1]), Call(*args[:TENSORS]))),
-    save=_save_inputs,
-    backward=_backward,
-    traceable_backward=_traceable_backward,
-)
-def _shift(*args: Any, key: Hashable | None = None) -> tuple[Tensor | None, ...]:
-    inputs, (eps, rows) = args[:TENSORS], args[TENSORS:]
+def _launch_forward(*args: Any) -> tuple[Tensor | None, ...]:
+    inputs, (eps, rows), key = args[:TENSORS], args[TENSORS : TENSORS + 2], args[TENSORS + 2 :]
     kernel, tiling = kernels().forward, TILING["forward" if inputs[7] is None else "forward, rotated"]
-    key = (id(kernel), tiling, eps, rows, tuple(map(geometry, inputs)) if key is None else key)
+    key = (id(kernel), tiling, eps, rows, key or tuple(map(geometry, inputs)))
     prepared = _FORWARD.get(key)
     if prepared is None:
         prepared = _FORWARD[key] = _prepare_forward(kernel, Call(*inputs, eps=eps), rows)
@@ -333,7 +331,18 @@ def _shift(*args: Any, key: Hashable | None = None) -> tuple[Tensor | None, ...]
     return tuple(results)
 
 
-def shift(x: Call, rows: int, key: Hashable | None = None) -> tuple[Tensor | None, ...]:
+_shift = Operator(
+    "shift",
+    _launch_forward,
+    schema=f"({_INPUTS}, float eps, SymInt rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=lambda *args: tuple(_empty_like(_forward_results(Call(*args[:TENSORS]), args[-1]), Call(*args[:TENSORS]))),
+    save=_save_inputs,
+    backward=_backward,
+    traceable_backward=_traceable_backward,
+)
+
+
+def shift(x: Call, rows: int, *, key: Hashable | None = None, records: bool = False) -> tuple[Tensor | None, ...]:
     """Shift k and v, normalise and rotate q and k, and compute the next states, as far as `x` has the tensors.
 
         y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
@@ -344,11 +353,16 @@ def shift(x: Call, rows: int, key: Hashable | None = None) -> tuple[Tensor | Non
     Args:
         x: a call whose tensors are contiguous, except q, k and v, with coefficients in the dtype of the arithmetic.
         rows: N, the number of rows of the next state of each batch entry; 0 if none is kept.
-        key: what identifies the geometry of all tensors, if that is known.
+        key: what identifies the geometry of all tensors, if they are known to be plain and not lazy, and nothing
+            records operators.
+        records: whether gradients are recorded; needed only with a key.
 
     Returns:
         q, k, v and the next states of k and v, (B, N, G, D). A result is None (an empty tensor where the operators of
         torch.library are called) if there is nothing to compute: q without a q, k with neither alpha nor cos, v without
         beta, and states without rows.
     """
-    return _shift(*x[:TENSORS], x.eps or 0.0, rows, key=key)
+    args = *x[:TENSORS], x.eps or 0.0, rows
+    if key is None:
+        return _shift(*args)
+    return cast(Any, _shift.differentiable)(*args, key) if records else _shift.launch(*args, key)
