@@ -111,7 +111,7 @@ def test_help_of_a_command_imports_its_options_alone(name, imported):
     [
         ("plan", "kvshift_lab.plan.planning"),
         ("plan --json --model.hidden-size 256", "kvshift_lab.plan.planning"),
-        ("reproduce", "kvshift_lab.recipes.listing"),
+        ("reproduce", "kvshift_lab.commands.reproduce.command"),
     ],
 )
 def test_planning_and_listing_the_recipes_need_no_torch(arguments, function, imported):

@@ -19,7 +19,7 @@ import tyro
 import yaml
 
 from kvshift_lab.command_line import read
-from kvshift_lab.compare.compare_config import CompareConfig
+from kvshift_lab.commands.compare.options import CompareConfig
 from kvshift_lab.core.errors import LabError, nearest
 from kvshift_lab.core.options import RECORDED
 from kvshift_lab.plan.plan_config import PlanConfig
