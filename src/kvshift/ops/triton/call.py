@@ -61,7 +61,7 @@ _KNOWN: Kept[_Known] = Kept()
 
 def was_launched(key: Hashable | None) -> bool:
     """Return True if a call with this `kvshift.ops.dispatch.launch_key` was launched, so that it needs no checks."""
-    return key in _KNOWN
+    return key is not None and key in _KNOWN
 
 
 def shift_triton(
@@ -80,7 +80,7 @@ def shift_triton(
     Raises:
         ValueError: gradients are recorded for a call that rotates and has a state.
     """
-    known = _KNOWN.get(key)
+    known = None if key is None else _KNOWN.get(key)
     layout = x if known is not None and not known.changes_layout else _to_kernel_layout(x)
     if known is None:
         known = _how(x, changes_layout=any(y is not z for y, z in zip(x[:TENSORS], layout[:TENSORS], strict=True)))
@@ -117,7 +117,7 @@ def _next_rows(x: Call, y: Tensor | None, state: Tensor | None) -> Tensor | None
     rows = x.rows_to_keep()
     if y is None:
         return None
-    if x.sources is None and y.shape[1] >= rows and not torch.compiler.is_compiling():
+    if x.sources is None and not torch.compiler.is_compiling() and y.shape[1] >= rows:
         # As `state_after` does, for which zeros would be made in place of no state.
         return torch.slice_copy(y, 1, y.shape[1] - rows, y.shape[1])
     return state_after(y, x.state_or_zeros(y, state), x.plan(), rows)

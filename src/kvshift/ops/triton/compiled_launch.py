@@ -19,6 +19,7 @@ _TESTED = ((3, 4), (3, 9))
 """The oldest and the newest version of Triton whose compiled kernels were launched in tests."""
 _MOST_KEPT = 4096
 _ALIGNMENT = 16  # of addresses, in bytes, for which Triton compiles
+_HALF = 2**31
 
 Value = TypeVar("Value")
 
@@ -44,31 +45,34 @@ class CompiledLaunch:
         self._rest = (*numbers, *(constants[name] for name in names if name in constants))
         self._run: Callable[..., object] | None = None
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Tensor | None, numbers: tuple[int, ...] = ()) -> None:
         """Launch the kernel on the current stream.
 
         Args:
             tensors: the first arguments of the kernel. In every call, the same ones are None, and the others have the
                 same dtypes and devices.
+            numbers: numbers that change from call to call, the next arguments, for which the kernel is not specialised.
         """
         addresses = [None if x is None else x.data_ptr() for x in tensors]
+        if self._device >= 0 and self._device != torch.cuda.current_device():
+            with torch.cuda.device(self._device):  # Triton launches on the current device, wherever the tensors are
+                self._start(tensors, addresses, numbers)
+        else:
+            self._start(tensors, addresses, numbers)
+
+    def _start(self, tensors: tuple[Tensor | None, ...], addresses: list[int | None], numbers: tuple[int, ...]) -> None:
         bits = 0
         for address in addresses:
             if address:
                 bits |= address
-        if self._device >= 0 and self._device != torch.cuda.current_device():
-            with torch.cuda.device(self._device):  # Triton launches on the current device, wherever the tensors are
-                self._start(tensors, addresses, bits)
-        else:
-            self._start(tensors, addresses, bits)
-
-    def _start(self, tensors: tuple[Tensor | None, ...], addresses: list[int | None], bits: int) -> None:
-        aligned = bits % _ALIGNMENT == 0
-        if aligned and self._run is not None and not self._kernel.pre_run_hooks:
-            self._run(*addresses, *self._rest)
+        may_be_kept = bits % _ALIGNMENT == 0
+        for number in numbers:
+            may_be_kept &= -_HALF <= number < _HALF  # others have 64 bits
+        if may_be_kept and self._run is not None and not self._kernel.pre_run_hooks:
+            self._run(*addresses, *numbers, *self._rest)
             return
-        compiled = self._launch(*tensors, *self._numbers, **self._constants)
-        if aligned and _may_be_kept(compiled):
+        compiled = self._launch(*tensors, *numbers, *self._numbers, **self._constants)
+        if may_be_kept and _may_be_kept(compiled):
             self._run = compiled[self._grid]
 
 
