@@ -13,7 +13,6 @@ from kvshift_lab.study.recipe import Record
 
 from ..study.cases import directions, made_up
 
-pytestmark = pytest.mark.no_models
 RECIPE = alternatives.RECIPE
 OPTIONS = {"task": {"name": "induction", "length": 16, "vocab_size": 64}, "steps": 400}
 

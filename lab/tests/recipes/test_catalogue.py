@@ -9,8 +9,6 @@ import pytest
 import kvshift_lab.recipes
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
 
-pytestmark = pytest.mark.no_models
-
 FOLDER = Path(kvshift_lab.recipes.__file__).parent
 STUDIES = {path.parent.name for path in FOLDER.glob("*/study.py")}
 
