@@ -86,8 +86,11 @@ def shared_plans(plans: dict[Any, Any] | None = None) -> Iterator[None]:
 
 
 def is_sharing_plans() -> bool:
-    """Return True within a `shared_plans` context of this thread."""
-    return getattr(_SHARED, "plans", None) is not None
+    """Return True within a `shared_plans` context of this thread, except in compiled code.
+
+    A graph would be valid for the tensors of one call only, and for the first layer or the others.
+    """
+    return not torch.compiler.is_compiling() and getattr(_SHARED, "plans", None) is not None
 
 
 def _shareable(plan: Callable[Arguments, ShiftPlan]) -> Callable[Arguments, ShiftPlan]:
