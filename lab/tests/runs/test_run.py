@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift_lab.cli import main
-from kvshift_lab.compare.samples import sample
+from kvshift_lab.commands.compare.samples import sample
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.runs.loading import load_trained
 from kvshift_lab.runs.run import read_run
