@@ -11,9 +11,7 @@ from kvshift_lab.study.jobs import RunJob
 
 WITHOUT_GRID = {
     ("fig04", "laptop"): "every rate is shown",
-    ("phase", "search"): "every rate is a setting of its own",
     ("decide", "pilot"): "it measures what seeds change, and decides nothing",
-    ("retrofit", "longer"): "it has the rate that the laptop's grid gave both of its parts",
 }
 FEWER_RATES = {("cfg", "long"): 2}
 TRAIN = [

@@ -46,8 +46,6 @@ NO_STEPS = (
     "fig02",
     "fig03",
     "tab03",
-    "depth",
-    "phase",
     "decide",
     "keys_values",
 )  # figures without steps on the horizontal axis
