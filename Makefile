@@ -32,29 +32,28 @@ test-slow: .venv/stamp  ## Run the tests that take long: compilers, several proc
 
 .PHONY: test-browser
 test-browser: .venv/stamp  ## Run the tests of `kvshift explore` in Chromium, where there is one
-	@$(TEST_ENV) .venv/bin/python -m pytest -q tests/lab/explore $(ARGS)
+	@$(TEST_ENV) .venv/bin/python -m pytest -q lab/tests/explore $(ARGS)
 
 # The last transformers that calls a cache past_key_values. It goes before that of .venv, whose other packages fit both.
 BETWEEN := build/transformers-5.23.0
 OLD_TRITON := build/triton-3.4.0
 
 .PHONY: test-oldest
-test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp  ## Run what depends on transformers on the oldest that is supported, families on 5.23 too; compile kernels by the oldest Triton
+test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp  ## Run the tests of models on the oldest transformers that is supported, families on 5.23 too; compile kernels by the oldest Triton
 	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q \
-		-m 'not gpu and not pretrained and not ray and not no_models and (not slow or models and not interpreted)' \
-		tests/models $(addprefix tests/lab/,evaluate explore export generate retrofit runs training) $(ARGS)
+		-m 'not gpu and not pretrained and not (slow and interpreted)' tests/models $(ARGS)
 	@PYTHONPATH=$(abspath $(BETWEEN)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/models/test_versions.py tests/models/retrofit/test_matrix.py $(ARGS)
 	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/ops/triton/test_compiled.py $(ARGS)
 
 .PHONY: test-newest
-test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install .` alone installs
-	@.venv-newest/bin/python -P tests/installed.py $(abspath .venv-oldest/bin/python)
+test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install . ./lab` installs
+	@.venv-newest/bin/python -P lab/tests/installed.py $(abspath .venv-oldest/bin/python)
 
 .PHONY: test-ray
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
-	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/lab/study $(ARGS)
+	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray lab/tests/study $(ARGS)
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/stamp $(VLLM:%=build/vllm-%/stamp)  ## Run the tests that need vLLM, in an environment of its own; VLLM=0.33.0: on the Python of that version
@@ -66,8 +65,8 @@ test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an envi
 
 .PHONY: smollm
 smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it
-	@.venv/bin/python -m kvshift.lab.runs.smollm2
-	@$(filter-out OMP_NUM_THREADS=1 LOKY_MAX_CPU_COUNT=1,$(TEST_ENV)) .venv/bin/python -m pytest -q -m pretrained tests $(ARGS)
+	@.venv/bin/python -m kvshift_lab.runs.smollm2
+	@$(filter-out OMP_NUM_THREADS=1 LOKY_MAX_CPU_COUNT=1,$(TEST_ENV)) .venv/bin/python -m pytest -q -m pretrained $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: .venv/stamp  ## Run the tests that need a CUDA device
@@ -79,10 +78,10 @@ check: .venv/stamp  ## Check lint, format, types, import contract and that print
 	@.venv/bin/ruff format --check --quiet --diff
 	@.venv/bin/pyright
 	@.venv/bin/lint-imports --no-logo
-	@.venv/bin/python -m kvshift.recipes.results_pages --check
+	@.venv/bin/python -m kvshift_lab.recipes.results_pages --check
 	@.venv/bin/python -m tests.models.retrofit.matrix --check
-	@.venv/bin/python -m kvshift.lab.check.check_page --check
-	@.venv/bin/python -m kvshift.benchmarks.serving_page --check
+	@.venv/bin/python -m kvshift_lab.check.check_page --check
+	@.venv/bin/python -m kvshift_lab.benchmarks.serving_page --check
 
 .PHONY: docs
 docs: .venv/stamp  ## Build the documentation as a site, in build/site; warnings are errors
@@ -103,10 +102,10 @@ notebooks: .venv/stamp  ## Make the notebooks in examples/notebooks/ from the sc
 
 .PHONY: results
 results: .venv/stamp  ## Make docs/results.md and all figures from results/
-	@.venv/bin/python -m kvshift.recipes.results_pages
-	@.venv/bin/python -m kvshift.lab.check.check_page
-	@.venv/bin/python -m kvshift.benchmarks.serving_page
-	@.venv/bin/python -m kvshift.benchmarks.bench_report results/bench/*
+	@.venv/bin/python -m kvshift_lab.recipes.results_pages
+	@.venv/bin/python -m kvshift_lab.check.check_page
+	@.venv/bin/python -m kvshift_lab.benchmarks.serving_page
+	@.venv/bin/python -m kvshift_lab.benchmarks.bench_report results/bench/*
 
 .PHONY: induction
 induction: .venv/stamp  ## Make and open the page that explains KV shift in a minute
@@ -126,24 +125,27 @@ bench-tasks: .venv/stamp  ## Measure how fast the tasks make their batches, besi
 BUILD := build/venv/bin/python -m build --quiet --dependency-constraints-txt constraints.txt
 
 .PHONY: dist
-dist: build/venv/stamp  ## Build sdist, manylinux wheel and pure wheel into dist/, and try README's first example on each wheel
+dist: build/venv/stamp  ## Build sdist, manylinux wheel and pure wheel, and those of the lab, into dist/, and try README's first example on each wheel
 	@rm -rf dist build/dist
 	@$(BUILD) --sdist --outdir dist
 	@$(BUILD) --wheel --outdir build/dist dist/kvshift-*.tar.gz
 	@PATH="$(CURDIR)/build/venv/bin:$$PATH" auditwheel repair --wheel-dir dist build/dist/kvshift-*.whl
 	@KVSHIFT_PURE=1 $(BUILD) --wheel --outdir dist dist/kvshift-*.tar.gz
+	@$(BUILD) --outdir dist lab
 	@build/venv/bin/twine check --strict dist/*
 	@set -e; away=$$(mktemp -d); trap 'rm -rf "$$away"' EXIT; $(PYTHON) -m venv "$$away/venv"; cd "$$away"; \
 	venv/bin/python -m pip install -qq "$$(grep '^torch==' '$(CURDIR)/constraints.txt')" '$(CURDIR)'/dist/kvshift-*-manylinux*.whl; \
 	venv/bin/python -I '$(CURDIR)/tests/try_wheel.py' kernel; \
 	venv/bin/python -m pip install -qq --force-reinstall --no-deps '$(CURDIR)'/dist/kvshift-*-none-any.whl; \
-	venv/bin/python -I '$(CURDIR)/tests/try_wheel.py' pure
+	venv/bin/python -I '$(CURDIR)/tests/try_wheel.py' pure; \
+	venv/bin/python -m pip install -qq --no-deps '$(CURDIR)'/dist/kvshift_lab-*.whl; \
+	venv/bin/kvshift --help
 	@ls -lh dist
 
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
 	@rm -rf .venv .venv-newest .venv-oldest .venv-titan .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*
-	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests lab -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # As environment variables, the constraints also reach the build of the package itself. torch must
 # be constrained in the same call: alone, pip takes its newest release. pip compiles all files, which takes two minutes;
@@ -152,14 +154,14 @@ define install
 	@echo "installing into $(@D) (a few minutes the first time)" >&2
 	@$(PYTHON) -m venv $(@D)
 	@PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1) PIP_DISABLE_PIP_VERSION_CHECK=1 \
-		$(@D)/bin/python -m pip install -qq -e '.[$(2)]'
+		$(@D)/bin/python -m pip install -qq $(2)
 	@touch $@
 endef
 
 KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installation
 
-.venv/stamp: pyproject.toml constraints.txt $(KERNEL)
-	$(call install,constraints.txt,dev)
+.venv/stamp: pyproject.toml lab/pyproject.toml constraints.txt $(KERNEL)
+	$(call install,constraints.txt,-e '.[dev]' -e './lab[test]')
 
 # Some packages in addition to those of .venv: site.addsitedir appends that environment to the path.
 define install_over
@@ -179,10 +181,10 @@ endef
 
 # What a user gets today, without the constraints, except for torch, whose other builds are gigabytes of CUDA.
 # With TRANSFORMERS=newest also a transformers that pyproject.toml does not allow yet.
-.venv-newest/stamp: pyproject.toml $(KERNEL) $(shell find src -name '*.py')
+.venv-newest/stamp: pyproject.toml lab/pyproject.toml $(KERNEL) $(shell find src lab/src -name '*.py')
 	@echo "installing into $(@D) (a minute)" >&2
 	@$(PYTHON) -m venv --clear $(@D)
-	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" .
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" . ./lab
 	@$(if $(filter newest,$(TRANSFORMERS)),$(@D)/bin/python -m pip install -qq --upgrade transformers)
 	@touch $@
 
@@ -192,8 +194,8 @@ $(BETWEEN)/stamp $(OLD_TRITON)/stamp:
 
 # Plain pip adds three packages that vLLM's models of images and speech would use; built for another torch, they fail when
 # they are imported, and vLLM with them.
-.venv-vllm/stamp: pyproject.toml constraints-vllm.txt $(KERNEL)
-	$(call install,constraints-vllm.txt,test-vllm)
+.venv-vllm/stamp: pyproject.toml lab/pyproject.toml constraints-vllm.txt $(KERNEL)
+	$(call install,constraints-vllm.txt,-e '.[test-vllm]' -e ./lab)
 	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 
 # A version without a build for CPUs: its Python code, with the compiled code of the version that has one.

@@ -38,14 +38,14 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvshift.benchmarks.float64_parity import use_backend
-from kvshift.lab.core.environment import environment
-from kvshift.lab.core.json_lines import write_lines
-from kvshift.lab.core.options import digest
 from kvshift.models.decoder import ShiftedDecoder
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.ops import attention_inputs
 from kvshift.ops.triton import call as triton_call
+from kvshift_lab.benchmarks.float64_parity import use_backend
+from kvshift_lab.core.environment import environment
+from kvshift_lab.core.json_lines import write_lines
+from kvshift_lab.core.options import digest
 
 OPTIONS = {"sizes": ["0.2B", "2.9B"], "shape": [2, 4096], "dtype": "bfloat16", "gpu": "NVIDIA H200"}
 WITHOUT, PLAIN = "without shift", "kv shift, plain operations"

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "src"
+SOURCES = (str(ROOT / "src"), str(ROOT / "lab/src"))
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from kvshift.benchmarks.bench import BenchConfig, bench\n"
-        "from kvshift.lab.core.errors import LabError\n"
+        "from kvshift_lab.benchmarks.bench import BenchConfig, bench\n"
+        "from kvshift_lab.core.errors import LabError\n"
         "try:\n"
         f"    bench(BenchConfig(out=Path({str(out)!r}), {arguments}))\n"
         "except LabError as error:\n"
@@ -92,7 +92,15 @@ def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] 
 def steps(out: Path) -> list[Step]:
     """Return the checks that docs/performance.md requires on a GPU, most important first, within nine minutes."""
     bench = out / "bench"
-    tuning = (sys.executable, "-m", "kvshift.benchmarks.tilings", "--out", str(out / "tuning.json"), "--seconds", "50")
+    tuning = (
+        sys.executable,
+        "-m",
+        "kvshift_lab.benchmarks.tilings",
+        "--out",
+        str(out / "tuning.json"),
+        "--seconds",
+        "50",
+    )
     return [
         sharded_tests(out, 110, processes=min(16, os.cpu_count() or 1)),
         Step("tuning", (tuning,), 60),
@@ -106,7 +114,7 @@ def steps(out: Path) -> list[Step]:
 
 def environment() -> dict[str, str]:
     """Return the environment of a step: kvshift is imported from this checkout, and nothing is downloaded."""
-    path = os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (*SOURCES, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -173,8 +181,8 @@ def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
     path = out / "bench" / "rows.jsonl"
     if not path.exists():
         return "\n".join(lines)
-    sys.path.insert(0, str(SOURCE))
-    from kvshift.benchmarks.bench_report import short, write
+    sys.path[:0] = SOURCES
+    from kvshift_lab.benchmarks.bench_report import short, write
 
     rows = complete_lines(path)
     if not rows:

@@ -35,10 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from kvshift.lab.core.environment import environment
-from kvshift.lab.core.json_lines import write_lines
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.versions import CACHE
+from kvshift_lab.core.environment import environment
+from kvshift_lab.core.json_lines import write_lines
 
 LAYERS, PROMPT, TOKENS = 8, 7, 20
 SIZE = {

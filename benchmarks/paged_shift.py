@@ -1,6 +1,6 @@
 """Time the shift of a decoding step in vLLM by itself, on a GPU: microseconds per layer.
 
-    PYTHONPATH=src:. python benchmarks/paged_shift.py FILE
+    PYTHONPATH=src:lab/src:. python benchmarks/paged_shift.py FILE
 
 It needs vLLM, pytest and a CUDA device. For batches with one token per sequence it times `LAYERS` layers one after the
 other, each with its own memory:
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages, UniformBatch
-from kvshift.lab.compare.timing import quartiles
-from kvshift.lab.core.environment import environment
+from kvshift_lab.compare.timing import quartiles
+from kvshift_lab.core.environment import environment
 from tests.vllm import paged_sequences
 
 LAYERS, KV_HEADS, HEAD_SIZE, PAGE, DTYPE = 32, 8, 128, 16, torch.bfloat16

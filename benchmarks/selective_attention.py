@@ -27,13 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvshift.benchmarks.peak import peak_bytes
-from kvshift.lab.core.environment import environment
-from kvshift.lab.core.json_lines import write_lines
-from kvshift.lab.variants.building import build_model, describe
-from kvshift.lab.variants.by_name import with_variant
-from kvshift.lab.variants.model_config import ModelConfig
-from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_full
+from kvshift_lab.benchmarks.peak import peak_bytes
+from kvshift_lab.core.environment import environment
+from kvshift_lab.core.json_lines import write_lines
+from kvshift_lab.variants.building import build_model, describe
+from kvshift_lab.variants.by_name import with_variant
+from kvshift_lab.variants.model_config import ModelConfig
+from kvshift_lab.variants.selective_attention import selective_attention, selective_attention_full
 
 CONTEXTS = (512, 1024, 2048, 4096)
 HEADS, KV_HEADS, SIZE = 3, 1, 64

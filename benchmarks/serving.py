@@ -33,13 +33,13 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from kvshift import ShiftOptions
-from kvshift.benchmarks.serving_page import BASELINE, CONTROL
-from kvshift.lab.compare.timing import quartiles
-from kvshift.lab.core.environment import environment
-from kvshift.lab.core.json_lines import write_lines
 from kvshift.models.baichuan_m1 import BaichuanM1Config
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit import add_kv_shift
+from kvshift_lab.benchmarks.serving_page import BASELINE, CONTROL
+from kvshift_lab.compare.timing import quartiles
+from kvshift_lab.core.environment import environment
+from kvshift_lab.core.json_lines import write_lines
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from kvshift.lab.tasks import (
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift_lab.tasks import (
     CFG3S,
     CFGConfig,
     CFGTask,
@@ -34,7 +35,6 @@ from kvshift.lab.tasks import (
     Task,
     TaskBatches,
 )
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 FIRST = (InductionTask(InductionConfig(length=48, vocab_size=256)), 64)
 TASKS: dict[str, tuple[Task, int]] = {

@@ -27,7 +27,7 @@ PUBLIC = {
         "kvshift.models.llama.KVShiftLlamaForCausalLM",
         "kvshift.models.retrofit.add_kv_shift",
         "kvshift.models.retrofit.load_kv_shift",
-        "kvshift.models.check.check_model",
+        "kvshift_lab.check.check_model",
         "kvshift.models.baichuan_m1.BaichuanM1Config",
         "kvshift.models.baichuan_m1.BaichuanM1ForCausalLM",
     ],

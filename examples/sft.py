@@ -1,6 +1,6 @@
 """Fine-tune a model with KV shift in TRL: LoRA and the coefficients, with several conversations in each sequence.
 
-pip install '.[lab,trl]'
+pip install '.[trl]'
 python examples/sft.py OUT [MODEL]      for example: python examples/sft.py runs/sft
 """
 
@@ -22,10 +22,10 @@ import datasets
 import torch
 import transformers
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 
 warnings.simplefilter("ignore", FutureWarning)  # TRL uses names of transformers that will change
@@ -40,7 +40,13 @@ examples = [
 if args.model:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
 else:
-    tokenizer = train_bpe((example["prompt"] + example["completion"] for example in examples), 300)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(
+        (example["prompt"] + example["completion"] for example in examples),
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], show_progress=False),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<|end|>", eos_token="<|end|>")
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),

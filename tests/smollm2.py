@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvshift.lab.runs.smollm2 import cache_folder
-
-FOLDER = cache_folder()
+# Where `make smollm` writes it: kvshift_lab.runs.smollm2.cache_folder.
+FOLDER = Path(
+    os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kvshift", "smollm2-135m-instruct"
+).expanduser()
 pretrained = [
     pytest.mark.pretrained,
     pytest.mark.skipif(not FOLDER.exists(), reason=f"no model in {FOLDER}: `make smollm` converts it"),

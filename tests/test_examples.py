@@ -171,5 +171,5 @@ def test_prose_spells_kv_shift_in_one_way(page):
 
 
 def test_every_help_spells_kv_shift_in_one_way():
-    for path in sorted((ROOT / "src").rglob("*_config.py")):
+    for path in sorted((ROOT / "lab/src").rglob("*_config.py")):
         assert re.findall(r"KV-[Ss]hift|kv shift|KV Shift\b|\bKVShift\b", path.read_text(encoding="utf-8")) == [], path

@@ -51,3 +51,14 @@ def test_the_citation_names_this_version_and_licence():
     assert citation["version"] == kvshift.__version__
     assert (citation["title"], citation["license"]) == (project["name"], project["license"])
     assert citation["authors"] == project["authors"]
+
+
+def test_the_lab_needs_the_library_of_its_own_version():
+    lab = tomllib.loads((ROOT / "lab/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    library = tomllib.loads(PYPROJECT)["project"]
+    assert lab["version"] == kvshift.__version__
+    assert lab["dependencies"][0] == f"kvshift=={kvshift.__version__}"
+    assert lab["urls"]["Repository"] == ADDRESS
+    assert [lab[name] for name in ("license", "authors", "requires-python")] == [
+        library[name] for name in ("license", "authors", "requires-python")
+    ]

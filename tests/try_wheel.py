@@ -7,8 +7,11 @@ not downloaded: a small Qwen3 with random weights is saved in a folder of that n
 import os
 import re
 import sys
+from importlib import import_module
 from importlib.metadata import metadata
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import walk_packages
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # must be set before transformers is imported
 
@@ -51,6 +54,16 @@ def check_operator(kind: str) -> None:
     torch.testing.assert_close(shifted[:2], expected[:2])
 
 
+def import_every_module() -> None:
+    """The library alone is installed: every module must be importable without the lab."""
+    assert find_spec("kvshift_lab") is None
+    hosts = {"vllm_plugin": "vllm", "titan": "torchtitan", "lens": "transformer_lens"}  # which integrations import
+    for module in walk_packages(kvshift.__path__, "kvshift."):
+        parts = module.name.split(".")
+        if not any(part in parts and find_spec(host) is None for part, host in {**hosts, "triton": "triton"}.items()):
+            import_module(module.name)
+
+
 def check_index_page() -> None:
     """The description on the package index must not have links relative to README.md."""
     page = str(metadata("kvshift").get_payload())
@@ -63,6 +76,7 @@ if __name__ == "__main__":
     (kind,) = sys.argv[1:]
     assert kind in ("kernel", "pure"), f"which wheel is tried is {kind!r}, should be 'kernel' or 'pure'"
     assert Path(kvshift.__file__).is_relative_to(sys.prefix), f"kvshift comes from {kvshift.__file__}, not the wheel"
+    import_every_module()
     check_index_page()
     check_operator(kind)
     run_example()

@@ -23,14 +23,14 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvshift.lab.core.messages import say
-from kvshift.lab.runs.loading import load_tokenizer, load_weights
-from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.records import read_records
-from kvshift.lab.training.callbacks import coefficients
-from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, shares
-from kvshift.lab.training.task_training import train_task
-from kvshift.recipes.fig01a import study
+from kvshift_lab.core.messages import say
+from kvshift_lab.recipes.fig01a import study
+from kvshift_lab.runs.loading import load_tokenizer, load_weights
+from kvshift_lab.study.arm import Arm
+from kvshift_lab.study.records import read_records
+from kvshift_lab.training.callbacks import coefficients
+from kvshift_lab.training.head_scores import RepeatConfig, measure_heads, shares
+from kvshift_lab.training.task_training import train_task
 
 FOLDERS = {"vanilla": "without", "kv-shift": "with"}
 RECORDS = Path("results/induction/laptop.jsonl")

@@ -15,9 +15,10 @@ import importlib.util
 import subprocess
 import sys
 
-if importlib.util.find_spec("kvshift") is None:  # for example in Colab; takes some minutes
-    package = "kvshift[lab] @ git+https://github.com/kvshift/kvshift"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+if importlib.util.find_spec("kvshift_lab") is None:  # for example in Colab; takes some minutes
+    source = "git+https://github.com/kvshift/kvshift"
+    packages = [f"kvshift @ {source}", f"kvshift-lab @ {source}#subdirectory=lab"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
 # %%
 # %matplotlib inline
@@ -25,11 +26,11 @@ import matplotlib.pyplot as plt
 import torch
 
 from kvshift import param_groups
-from kvshift.lab.analysis.maps import map_attention, map_coefficients
-from kvshift.lab.training.callbacks import coefficients
-from kvshift.lab.training.head_scores import attention_maps, measure_heads
-from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift_lab.analysis.maps import map_attention, map_coefficients
+from kvshift_lab.training.callbacks import coefficients
+from kvshift_lab.training.head_scores import attention_maps, measure_heads
+from kvshift_lab.training.repeat_config import RepeatConfig
 
 STEPS = 150
 VOCABULARY = 64

@@ -13,9 +13,10 @@ import importlib.util
 import subprocess
 import sys
 
-if importlib.util.find_spec("kvshift") is None:  # for example in Colab; takes some minutes
-    package = "kvshift[lab] @ git+https://github.com/kvshift/kvshift"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+if importlib.util.find_spec("kvshift_lab") is None:  # for example in Colab; takes some minutes
+    source = "git+https://github.com/kvshift/kvshift"
+    packages = [f"kvshift @ {source}", f"kvshift-lab @ {source}#subdirectory=lab"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
 # %%
 # %matplotlib inline
@@ -23,13 +24,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvshift import param_groups
-from kvshift.lab.analysis.maps import map_coefficients
-from kvshift.lab.data.config import DataConfig
-from kvshift.lab.data.sources import load_documents, texts
-from kvshift.lab.training.callbacks import coefficients
-from kvshift.lab.training.head_scores import measure_heads
-from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
+from kvshift_lab.analysis.maps import map_coefficients
+from kvshift_lab.data.config import DataConfig
+from kvshift_lab.data.sources import load_documents, texts
+from kvshift_lab.training.callbacks import coefficients
+from kvshift_lab.training.head_scores import measure_heads
+from kvshift_lab.training.repeat_config import RepeatConfig
 
 MODEL = "Qwen/Qwen3-0.6B"  # or a Llama, Mistral, Qwen2, Gemma 3, GPT-NeoX, Phi-3 or GPT-2; or a folder
 STEPS, ROWS, LENGTH = 60, 4, 256

@@ -227,6 +227,45 @@ def only_neighbours_exchange() -> None:
         assert exchanged == [(shape, received, sent)], f"{layout}, rank {rank}: {exchanged}"
 
 
+def ranks_that_differ_are_refused_together() -> None:
+    """If the last rank differs in anything, every rank raises the same error, and nothing is left in flight."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    k, mix = torch.zeros(2, 4, G, D), torch.zeros(G, 6)
+    good: dict[str, Any] = {"k": k, "v": k, "alpha": mix, "beta": mix}
+    three_heads = {"alpha": mix[:1].expand(3, 6), "beta": mix[:1].expand(3, 6)}
+    swapped = {"k": k.mT.contiguous(), "v": k.mT.contiguous()} | three_heads  # as many numbers for each token
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"k": k[:, :3], "v": k[:, :3]}, "(2, 3, 2, 3), (2, 3, 2, 3)] torch.float32, window 6, contiguous"),
+        ({"k": k.repeat(1, 2, 1, 1), "v": k.repeat(1, 2, 1, 1)}, "(2, 8, 2, 3)"),
+        ({"k": k[:, :0], "v": k[:, :0]}, "at least 1; got 0"),
+        ({"k": k[:1], "v": k[:1]}, "(1, 4, 2, 3)"),
+        (swapped, "(2, 4, 3, 2)"),
+        ({"k": k.bfloat16(), "v": k.bfloat16()}, "torch.bfloat16"),
+        ({"v": k.double()}, "equal batch, length, dtype and device"),
+        ({"alpha": mix[:, :2], "beta": mix[:, :2]}, "window 2"),
+        ({"alpha": mix[:, :2]}, "must have the same window, got [2, 6]"),
+        ({"alpha": None}, "[(2, 4, 2, 3)] torch.float32"),
+        ({"q": k, "gamma": mix}, "[(2, 4, 2, 3), (2, 4, 2, 3), (2, 4, 2, 3)]"),
+        ({"layout": "headtail"}, "headtail"),
+        ({"layout": "ptrr"}, "got 'ptrr'"),
+        ({"k": None}, "k must be a tensor"),
+        ({"positions": torch.zeros(2, 3, dtype=torch.long)}, "positions must be (2, 4) or (1, 4), got (2, 3)"),
+    ]
+    for changed, message in cases:
+        with pytest.raises(ValueError, match="on every rank of the group; rank 0: ") as refused:
+            shift_shard(**good | (changed if rank == last else {}))
+        assert message in str(refused.value).partition(f"rank {last}: ")[2], refused.value
+        everyone: list[Any] = [None] * (last + 1)
+        dist.all_gather_object(everyone, str(refused.value))
+        assert len(set(everyone)) == 1, everyone
+    with pytest.raises(TypeError, match="k must be a tensor"):  # a problem of all ranks is that of one process
+        shift_shard(**good | {"k": None})
+    unequal = good | ({"k": k[:, :3], "v": k[:, :3]} if rank == last else {})
+    with pytest.raises(RuntimeError, match="on every rank of the group"):
+        torch.compile(shift_shard, backend="aot_eager", fullgraph=True)(**unequal)
+    assert_equal(Case("headtail", 6, 3))
+
+
 def a_second_derivative_is_refused() -> None:
     x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
     (halo_of_x,) = exchange_halo([x], 1, layout="headtail")
@@ -284,6 +323,7 @@ def main(rendezvous: str) -> None:
         recomputed_in_backward,
         groups_within_the_world,
         only_neighbours_exchange,
+        ranks_that_differ_are_refused_together,
         a_second_derivative_is_refused,
         every_sabotage_is_caught,
         compiled,

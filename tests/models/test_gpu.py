@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.triton import launch as triton_launch
-from kvshift.ops.triton import self_test
 from tests.layers.attention_cases import GQA, make, tokens
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
 from tests.ops.device import DEVICE, MARKS, needs_cuda
@@ -29,7 +28,6 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 def through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the Triton kernels, the default on a CUDA device, and nondeterministic algorithms, as models usually do."""
     torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(self_test, "_SWITCH", "0")  # the self-test's launches would be counted
     if DEVICE.type != "cuda":
         monkeypatch.setattr(dispatch, "_AUTO", "triton")
     yield

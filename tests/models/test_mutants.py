@@ -1,6 +1,6 @@
 """Negative controls: the checks of `test_decoder.py` must fail on a model with a fault.
 
-Each fault was real, or could well have been. Those that `check_model` finds, too, are in `check/mutants.py`.
+Each fault was real, or could well have been. Those that `kvshift check` finds, too, are in `faults.py`.
 """
 
 import functools
@@ -13,8 +13,8 @@ from kvshift import KVShift, ShiftState
 from kvshift.models import documents
 from kvshift.models.cache import ShiftCacheLayer
 
-from .check import mutants
-from .check.mutants import Patch, in_state, zeros_of
+from . import faults
+from .faults import Patch, in_state, zeros_of
 from .registry import MODELS
 from .test_decoder import ABSOLUTE, CHECKS
 
@@ -24,7 +24,7 @@ def state_written_once(patch: Patch) -> None:
 
     def write(self: ShiftCacheLayer, state: ShiftState) -> None:
         if self.shift_state is None:
-            mutants.write_shift(self, state)
+            faults.write_shift(self, state)
 
     patch.setattr(ShiftCacheLayer, "write_shift", write)
 
@@ -63,7 +63,7 @@ prefill_from_zeros = in_state(lambda state, k, mask: zeros_of(state) if k.shape[
 decoding_from_zeros = in_state(lambda state, k, mask: zeros_of(state) if k.shape[1] == 1 else state)
 FAULTS = {
     "state never read": (
-        mutants.state_never_read,
+        faults.state_never_read,
         "greedy; greedy, static; left padding; chunked prefill; every split; beams; crop; selection; assistant",
     ),
     "prefill from zeros": (
@@ -72,16 +72,16 @@ FAULTS = {
     ),
     "decoding from zeros": (decoding_from_zeros, "greedy; every split; beams; crop"),
     "state written once": (state_written_once, "greedy; chunked prefill; every split; beams"),
-    "static state not written": (mutants.static_state_not_written, "greedy, static; beams, static"),
-    "padding ignored": (mutants.padding_ignored, f"{ABSOLUTE}; right padding; chunked prefill"),
-    "padding of the first columns": (mutants.padding_of_the_first_columns, "chunked prefill"),
-    "state at the padded end": (mutants.state_at_the_padded_end, "right padding"),
-    "state not moved": (mutants.beams_without_state, "beams; beams, static; selection"),
-    "crop keeps the newest row": (mutants.rollback_keeps_the_newest_state, "crop"),
+    "static state not written": (faults.static_state_not_written, "greedy, static; beams, static"),
+    "padding ignored": (faults.padding_ignored, f"{ABSOLUTE}; right padding; chunked prefill"),
+    "padding of the first columns": (faults.padding_of_the_first_columns, "chunked prefill"),
+    "state at the padded end": (faults.state_at_the_padded_end, "right padding"),
+    "state not moved": (faults.beams_without_state, "beams; beams, static; selection"),
+    "crop keeps the newest row": (faults.rollback_keeps_the_newest_state, "crop"),
     "crop one row too deep": (crop_one_row_too_deep, "crop"),
-    "documents ignored": (mutants.documents_ignored, "documents"),
-    "documents met in attention": (mutants.documents_met_in_attention, "documents; documents continued"),
-    "documents met beside a cache": (mutants.documents_met_beside_a_cache, "documents"),
+    "documents ignored": (faults.documents_ignored, "documents"),
+    "documents met in attention": (faults.documents_met_in_attention, "documents; documents continued"),
+    "documents met beside a cache": (faults.documents_met_beside_a_cache, "documents"),
     "documents begin one too late": (documents_begin_one_too_late, "documents"),
     "keys mixed like values": (keys_mixed_like_values, "forward; greedy"),
     "lags reversed": (lags_reversed, "forward; greedy"),
@@ -99,7 +99,7 @@ CASES = [
 
 @functools.cache
 def assert_sound(name: str, check: str) -> None:
-    """Run the check on the model without a fault, once for all mutants."""
+    """Run the check on the model without a fault, once for all faults."""
     CHECKS[check](MODELS[name](torch.float64))
 
 

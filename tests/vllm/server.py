@@ -1,4 +1,4 @@
-"""A server of `kvshift serve` in a separate process, and requests to it."""
+"""vLLM's server in a separate process, and requests to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,21 @@ class Server:
         self.kill()
         raise AssertionError(f"the server did not answer within {SECONDS:.0f} s:\n{self.said()[-8000:]}")
 
-    def kill(self) -> list[psutil.Process]:
-        """Kill the server process itself by SIGKILL; return the processes that it had started."""
+    def terminate(self) -> list[psutil.Process]:
+        """Stop the server; return the processes that it had started."""
         assert self.process is not None
         children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        return children
+
+    def kill(self) -> None:
+        """Kill the server and the processes that it has started."""
+        for process in self.terminate():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert self.process is not None
         self.process.kill()
         self.process.wait(60)
-        return children
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -130,6 +139,9 @@ def free_port() -> int:
 
 
 def serve(model: Path, port: int, *options: str) -> list[str]:
-    """Return the command line of `kvshift serve` for a model, with the options that all tests of servers share."""
+    """Return the command line of vLLM's server for a model, with the options that all tests of servers share.
+
+    The command `vllm serve` of the build for CPUs looks for a distribution of another name, and fails at once.
+    """
     common = ["--host=127.0.0.1", f"--port={port}", "--dtype=float32", "--enforce-eager"]
-    return [sys.executable, "-m", "kvshift", "serve", str(model), *common, *options]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", *common, *options]

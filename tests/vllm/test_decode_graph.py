@@ -26,7 +26,6 @@ from torch import Tensor
 from kvshift.integrations.vllm_plugin import decode_check, paged_shift
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, Pages, UniformBatch, kv_shift
 from kvshift.ops.arguments import Call
-from kvshift.ops.triton import self_test
 
 from .captured_graph import CapturedGraph, HostWaitError
 from .paged_sequences import BLOCK, HEADS, SIZE, Sequence, batch_of, make_paged_shift
@@ -377,11 +376,8 @@ def test_a_wrong_kernel_is_not_taken(name: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(paged_shift, "decode_kernel", lambda: launched)
     layer = make_paged_shift(monkeypatch, torch.float32)
     layer.path = "triton"
-    with pytest.warns(RuntimeWarning, match="the kernel for decoding fails its self-test on cpu"):
+    with pytest.warns(RuntimeWarning, match="the kernel for decoding gives other results on cpu"):
         assert not layer.supports_uniform
-    monkeypatch.setattr(decode_check, "_VERDICTS", {})
-    monkeypatch.setattr(self_test, "_SWITCH", "0")
-    assert decode_check.passes_decode_check(layer)
 
 
 def test_a_cpu_takes_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:

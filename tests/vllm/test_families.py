@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.retrofit.retrofitting import RetrofitOptions, retrofit
 from kvshift.models import baichuan_m1  # noqa: F401  # registers its classes
-from kvshift.models.retrofit import load_kv_shift
+from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 
 from .engines import count, different, drawn, engine
 from .tiny_models import SIZES
@@ -49,13 +48,10 @@ def test_layers_of_different_windows(name: str, checkpoint: Checkpoint) -> None:
     all_at_once(checkpoint(name), model, blocks=30)
 
 
-def test_a_stock_model_that_kvshift_retrofit_has_converted(tmp_path: Path) -> None:
-    """Before training it gives the answers of the stock model."""
+def test_an_added_shift_that_is_not_trained_yet_gives_the_answers_of_the_stock_model(tmp_path: Path) -> None:
     torch.manual_seed(7)
     stock: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES | {"hidden_size": 128, "vocab_size": 277}))
-    stock.save_pretrained(tmp_path / "stock")
-    train_bpe(iter(["to be or not to be"]), 277).save_pretrained(tmp_path / "stock")
-    retrofit(RetrofitOptions(model=str(tmp_path / "stock"), out=tmp_path / "shifted"))
+    add_kv_shift(deepcopy(stock)).save_pretrained(tmp_path / "shifted")
     with engine(tmp_path / "shifted", max_num_batched_tokens=48, max_num_seqs=16) as running:
         outputs = running.generate(drawn(*range(1, 120, 3), seed=3, vocabulary=277))
     assert different(stock.eval(), outputs) == []

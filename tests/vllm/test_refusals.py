@@ -163,3 +163,19 @@ def changed(folder: Path, copy: Path, fields: dict[str, Any]) -> Path:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | fields))
     return copy
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [("missing", "(has no coefficients|not initialized from checkpoint).*{name}"), ("NaN", "{name} must be finite")],
+)
+def test_coefficients_of_a_checkpoint(change: str, reason: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.shift.beta"
+    folder = changed(checkpoint("llama"), tmp_path / "changed", {})
+    weights = load_file(folder / "model.safetensors")
+    beta = weights.pop(name)
+    if change == "NaN":
+        weights[name] = beta.fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=reason.format(name=name)):
+        LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=32)

@@ -24,6 +24,7 @@ from kvshift.ops.shift import check_coefficients, check_input, check_tensor
 from kvshift.ops.state import ShiftState
 
 Layout = Literal["contiguous", "headtail"]
+_DIFFER = "shards must have the same shapes, dtype, window and layout on every rank of the group"
 
 
 def shift_shard(
@@ -44,9 +45,10 @@ def shift_shard(
         k_hat[t] = alpha[:, 0] * k[t] + alpha[:, 1] * k[t-1] + ... + alpha[:, W-1] * k[t-W+1]
 
     The same applies to v with beta and to q with gamma. Lag j is read exactly where positions[t] >= j. The result has
-    the same bits as in a single process. Every rank of the group must call this function and, if one rank
-    differentiates the result, all must, because the gradients of fetched tokens are sent back to the ranks that own
-    them. The gradients of the coefficients are those of this shard; sum them over the group, as for any other weight.
+    the same bits as in a single process. Every rank of the group must call this function with shards of the same
+    length and, if one rank differentiates the result, all must, because the gradients of fetched tokens are sent back
+    to the ranks that own them. The gradients of the coefficients are those of this shard; sum them over the group, as
+    for any other weight.
 
     All tokens are fetched in one exchange (`exchange_halo`).
 
@@ -64,31 +66,36 @@ def shift_shard(
         q (unchanged if it is not shifted), k_hat and v_hat.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it.
+        TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it. If this is so on
+            some ranks only, or if the ranks differ, every rank raises an error, as described at `exchange_halo`.
 
     Source:
         Equation 5 of the paper, for sharded sequences.
     """
     given, mixes = {"q": q, "k": k, "v": v}, {"q": gamma, "k": alpha, "v": beta}
     shifted: Any = {name: given[name] for name, mix in mixes.items() if mix is not None}
-    for name, x in shifted.items():
-        check_input(name, x)
-        check_coefficients(COEFFICIENT_NAMES[name], cast(Tensor, mixes[name]), x)
     if not shifted:
         return q, k, v
-    windows = sorted({mix.shape[1] for mix in mixes.values() if mix is not None})
-    if len(windows) > 1:
-        raise ValueError(f"alpha, beta and gamma must have the same window, got {windows}")
-    chunks, rows = _chunks_of_shard(layout), windows[0] - 1
-    documents = same_document = None
+    try:
+        for name, x in shifted.items():
+            check_input(name, x)
+            check_coefficients(COEFFICIENT_NAMES[name], cast(Tensor, mixes[name]), x)
+        windows = sorted({mix.shape[1] for mix in mixes.values() if mix is not None})
+        if len(windows) > 1:
+            raise ValueError(f"alpha, beta and gamma must have the same window, got {windows}")
+        if positions is not None:
+            _check_positions(positions, k)
+    except (TypeError, ValueError) as problem:
+        _agree([k, v], 0, layout, group, problem)
+        raise
+    rows = windows[0] - 1
+    halos = exchange_halo([*shifted.values()], rows, group=group, layout=layout)
+    chunks, documents, same_document = _chunks_of_shard(layout), None, None
     if positions is not None:
-        _check_positions(positions, k)
         positions = _by_chunk(positions.expand(k.shape[0], -1), chunks)
         documents = (positions == 0).cumsum(1)
         lags = torch.arange(rows, 0, -1, device=k.device)  # from the first token of a chunk to the rows of its halo
         same_document = (positions[:, :1] >= lags)[..., None, None]
-
-    halos = exchange_halo([*shifted.values()], rows, group=group, layout=layout)
     by_chunk: Any = {name: None if x is None else _by_chunk(x, chunks) for name, x in given.items()}
     states = {name: x.new_zeros(x.shape[0], rows, *x.shape[2:]) for name, x in by_chunk.items() if x is not None}
     for name, halo in zip(shifted, halos, strict=True):
@@ -115,9 +122,10 @@ def exchange_halo(
     Tokens before the first of the sequence are zeros. The halo ignores documents: its reader must use only the part
     that belongs to the document of the reading token.
 
-    This is one all-to-all, in which a rank with C >= rows sends tokens only to the next rank in the contiguous layout,
-    and to both neighbours in the head-tail layout; in backward, gradients travel the other way. With shorter chunks,
-    tokens also come from more distant ranks.
+    The ranks first compare their sizes, in one all-reduce of 16 bytes (on a GPU, the host does not wait for it). Tokens
+    travel in one all-to-all, in which a rank with C >= rows sends only to the next rank in the contiguous layout, and
+    to both neighbours in the head-tail layout; in backward, gradients travel the other way. With shorter chunks, tokens
+    also come from more distant ranks.
 
     Every rank of the group must call this with tensors of the same shapes. If one rank differentiates the result, all
     must: a rank whose loss does not depend on its halo would otherwise block its neighbours.
@@ -132,14 +140,21 @@ def exchange_halo(
         The halo of each tensor, (B, N, rows, ...).
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it.
+        TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it. If this is so on
+            some ranks only, or if their arguments differ, every rank raises a ValueError that lists them.
+        RuntimeError: the same, on a GPU and in compiled code: an assertion on the device fails.
     """
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-    chunks = _chunks_of_shard(layout)
-    length = _check_tensors(tensors, chunks)
-    if rows < 1:
-        raise ValueError(f"rows must be at least 1 (window - 1), got {rows}")
+    try:
+        chunks = _chunks_of_shard(layout)
+        length = _check_tensors(tensors, chunks)
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1 (window - 1), got {rows}")
+    except (TypeError, ValueError) as problem:
+        _agree(tensors, rows, layout, group, problem)
+        raise
+    _agree(tensors, rows, layout, group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     leaving, arriving = _routes(rank, size, layout, length // chunks, rows)
     sent = [token for tokens in leaving for token in tokens]
@@ -161,6 +176,30 @@ def exchange_halo(
     halo = torch.stack([found[index_of.get(row, -1)] for row in range(chunks * rows)], dim=1)
     parts = halo.unflatten(1, (chunks, rows)).split(features, dim=3)
     return [part.reshape(*part.shape[:3], *x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _agree(
+    tensors: Sequence[Any], rows: int, layout: str, group: dist.ProcessGroup | None, problem: Exception | None = None
+) -> None:
+    """Raise a ValueError on every rank if the arguments differ among ranks, or if only some ranks have a problem."""
+    code, prime = -1, 2**61 - 1
+    if problem is None:
+        sizes = [size for x in tensors for size in (x.ndim, *x.shape)]
+        code = 0
+        for number in (rows, *f"{layout} {tensors[0].dtype}".encode(), *sizes):
+            code = (code * 0x5DEECE66D + number) % prime  # equal codes of different sizes: about one in 10^18
+    device = next((x.device for x in tensors if isinstance(x, Tensor)), None)
+    largest = torch.tensor([code, -code], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group or dist.group.WORLD)
+    if torch.compiler.is_compiling() or largest.device.type != "cpu":
+        if problem is None:
+            torch._assert_async(largest.sum() == 0, _DIFFER)  # type: ignore[attr-defined]
+    elif largest.sum() != 0:
+        mine = str(problem or f"{[tuple(x.shape) for x in tensors]} {tensors[0].dtype}, window {rows + 1}, {layout}")
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+        listed = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
+        raise ValueError(f"{_DIFFER}; {listed}") from problem
 
 
 def _chunks_of_rank(rank: int, size: int, layout: Layout) -> tuple[int, ...]:

@@ -25,9 +25,10 @@ from kvshift.ops.arguments import TENSORS, Call, Norms
 from kvshift.ops.attention_inputs import run
 from kvshift.ops.boundaries import is_sharing_plans
 from kvshift.ops.dispatch import fused_path
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES
 from kvshift.ops.rope import Rotary
 from kvshift.ops.shift import with_plan
-from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, needs_traceable_ops
+from kvshift.ops.torch_ops import needs_traceable_ops
 
 SAVE_ALL: AbstractContextManager[None] = nullcontext()
 """The context used instead of `recompute_in_backward` if all tensors are to be saved."""

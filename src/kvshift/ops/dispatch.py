@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from kvshift.ops.arguments import Call
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
-from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, is_exporting, needs_traceable_ops
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES, unreadable_reason
+from kvshift.ops.torch_ops import is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_unsupported_reason
-from kvshift.ops.triton.self_test import Kind, passes_self_test
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # the meaning of "auto" in this process
@@ -58,8 +58,7 @@ def shift_path(call: Call) -> ShiftPath:
         if torch.compiler.is_compiling():  # it fuses the few operations of eager with their neighbours
             return "eager"
         kernels = "triton" if is_gpu(x) else "cpu"
-        refused = _unsupported_reason(kernels, call.window(), x, *others) is not None
-        return "eager" if refused or (kernels == "triton" and not _passes_self_test(call)) else kernels
+        return kernels if _unsupported_reason(kernels, call.window(), x, *others) is None else "eager"
     if backend in _UNSUPPORTED_REASONS:
         refusal = _unsupported_reason(backend, call.window(), x, *others)
         if refusal is not None:
@@ -90,7 +89,7 @@ def fused_path(call: Call) -> FusedPath:
     shifts = call.alpha is not None or call.beta is not None
     if not should_launch(backend, is_gpu(k), shifts=shifts) or needs_traceable_ops() or not _fits_launch(call):
         return "unfused"
-    return "launch" if backend == "triton" or _passes_self_test(call) else "unfused"
+    return "launch"
 
 
 def is_gpu(x: Tensor) -> bool:
@@ -125,20 +124,13 @@ def gain_and_epsilon(norm: Any) -> tuple[Tensor | None, float]:
     return norm.weight, torch.finfo(norm.weight.dtype).eps if eps is None else eps
 
 
-def _passes_self_test(call: Call) -> bool:
-    """Return True if the Triton kernels pass the self-test for this kind of call; needed only for "auto"."""
-    k, v = call.k, call.k if call.v is None else call.v
-    rotated, normed = call.cos is not None, call.norms is not None
-    return passes_self_test(Kind(k.device, k.dtype, k.shape[3], v.shape[3], call.window(), rotated, normed))
-
-
 def _unsupported_reason(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
     """Return why the kernels cannot take x or the other tensors of the call; None if they can."""
     refusal = _UNSUPPORTED_REASONS[kernels](x, window)
     if refusal is None and not is_exporting():  # it uses tensors without data, which are not plain
         for tensor in (x, *others):
-            if tensor is not None and type(tensor) not in _KERNEL_TYPES[kernels]:
-                return f"it takes plain tensors, got a {type(tensor).__name__}"
+            if tensor is not None and refusal is None:
+                refusal = unreadable_reason(tensor, x.device, types=_KERNEL_TYPES[kernels])
     return refusal
 
 

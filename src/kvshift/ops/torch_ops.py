@@ -39,7 +39,6 @@ or None if every row of x is one piece of one sequence, without padding. Returns
 # Elements per block: large enough that calls cost little, small enough that temporaries stay in the cache.
 _BLOCK = 2**19
 
-PLAIN_TENSOR_TYPES: tuple[type, ...] = (Tensor, torch.nn.Parameter)
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _BATCHED = torch._C._parse_dispatch_key("Batched")  # of the gradients that `is_grads_batched` passes to backward
@@ -289,9 +288,10 @@ def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | N
     return _in_blocks(x, block, lags[0].weight.dtype)
 
 
-def _backward(
+def shift_eager_backward(
     grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, coefficients and state; see `make_differentiable`."""
     lags, slots = _lags(coefficients, x), by_batch(state, x).shape[1]
     dtype = lags[0].weight.dtype
     partial_sums: list[list[Tensor]] = [[] for _ in lags]  # (G, D), of each block
@@ -321,7 +321,7 @@ def _backward(
     return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype).reshape(state.shape)
 
 
-_shift_in_blocks = make_differentiable(_forward, _backward)
+_shift_in_blocks = make_differentiable(_forward, shift_eager_backward)
 
 _ALL = slice(None)
 Terms = Iterable[tuple[int, slice, Tensor]]

@@ -23,10 +23,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
-from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 from kvshift.models.versions import CACHE
 
+from ...byte_tokenizer import byte_tokenizer
 from ..llama import checks as shared
 from ..llama.checks import logits_of, new_tokens_of
 from ..llama.tiny import draw_adapter, left_padded, random_tokens
@@ -222,7 +222,7 @@ def sft_trainer(model: PreTrainedModel, rows: Sequence[Tensor], folder: str | Pa
     from datasets import Dataset  # imported here, since they take seconds
     from trl import SFTConfig, SFTTrainer
 
-    tokenizer = train_bpe(iter(["to be or not to be"]), 257)
+    tokenizer = byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     options = {"report_to": "none", "bf16": False, "use_cpu": True, CHECKPOINTING: False, **options}
     data = Dataset.from_dict({"input_ids": [row.tolist() for row in rows]})

@@ -180,14 +180,33 @@ def test_the_environment_chooses_what_auto_is(monkeypatch):
         case.call("auto")
 
 
+def test_auto_uses_the_kernels_on_a_gpu_where_they_can_take_the_call(monkeypatch):
+    """The CPU stands for a GPU. With rotary embedding, a compiled program uses them for training only."""
+    monkeypatch.setattr(dispatch, "is_gpu", lambda x: True)
+    k, tables = torch.zeros(1, 5, 3, 8), torch.ones(1, 5, 1, 4)
+
+    def paths(window: int = 2, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+        x = k.to(dtype)
+        call = Call(x, x, x, torch.ones(3, window), torch.ones(3, window))
+        return dispatch.shift_path(call._replace(q=None)), dispatch.fused_path(call._replace(cos=tables, sin=tables))
+
+    assert paths() == paths(dtype=torch.bfloat16) == paths(window=8) == ("triton", "launch")
+    assert paths(window=9) == paths(dtype=torch.complex64) == ("eager", "unfused")
+    compiled = torch.compile(paths, backend="eager", fullgraph=True)
+    assert compiled() == ("eager", "launch")
+    with torch.no_grad():
+        assert compiled() == ("eager", "unfused")
+    monkeypatch.undo()
+    assert paths()[1] == "unfused"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "expected"),
-    [({}, "auto cpu 1"), ({"KVSHIFT_BACKEND": "reference", "KVSHIFT_SELF_TEST": "0"}, "reference cpu 0")],
+    [({}, "auto cpu"), ({"KVSHIFT_BACKEND": "reference"}, "reference cpu")],
 )
 def test_the_environment_is_read_when_a_process_begins(variables, expected):
-    program = "from kvshift.ops import dispatch as d; from kvshift.ops.triton import self_test as s; "
-    program += "print(d.choose_backend('auto'), d.choose_backend('cpu'), s._SWITCH)"
+    program = "from kvshift.ops import dispatch as d; print(d.choose_backend('auto'), d.choose_backend('cpu'))"
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVSHIFT_")}
     env |= {"PYTHONPATH": str(Path(shift.__file__).parents[2]), **variables}
     printed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)

@@ -16,10 +16,7 @@ def register() -> None:
 
     import kvshift.models.baichuan_m1  # noqa: F401  # registers its configuration
     from kvshift.integrations.vllm_plugin.start_checks import ShiftChecks
-    from kvshift.integrations.vllm_plugin.start_fault import record_start_fault
     from kvshift.models import retrofit
-
-    record_start_fault()
 
     # Register all families: `ShiftChecks` refuses by name those that are not in SERVED_MODEL_TYPES.
     models = [model.__name__ for family in retrofit.FAMILIES for model in family.models.values()]

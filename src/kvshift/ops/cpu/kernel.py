@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kvshift.ops.arguments import compute_dtype
-from kvshift.ops.torch_ops import make_differentiable
+from kvshift.ops.memory import is_lazy, resolve, unreadable_reason
+from kvshift.ops.torch_ops import make_differentiable, shift_eager_backward
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # By the CPU capability that torch reports: the compiler's name for it, and the number of rows whose gradients of
@@ -26,6 +27,7 @@ _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "
 _BUILDS = {"AVX512": ("x86-64-v4", 32), "AVX2": ("x86-64-v3", 16)}
 _MAX_WINDOW = 16
 _PARALLEL = 2**15  # number of elements from which a second thread pays off
+_CPU = torch.device("cpu")
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -61,7 +63,7 @@ def cpu_unsupported_reason(x: Tensor, window: int) -> str | None:
 
 def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    x, state, weights = _dense_heads(x), state.contiguous(), _weights(coefficients, x)
+    x, state, weights = _dense_heads(x), resolve(state).contiguous(), _weights(coefficients, x)
     call = _call(x, state, weights, sources)
     call.y = y.data_ptr()
     _kernels().forward[x.dtype](call)
@@ -71,9 +73,12 @@ def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | N
 def _backward(
     grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not _are_readable(grad_y, x, coefficients, state, sources, readers):
+        return shift_eager_backward(grad_y, x, coefficients, state, sources, readers)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     grad_state = torch.empty(state.shape, dtype=x.dtype, device="cpu")
-    grad_y, x, state, weights = _dense_heads(grad_y), _dense_heads(x), state.contiguous(), _weights(coefficients, x)
+    grad_y, x, state = _dense_heads(grad_y), _dense_heads(x), resolve(state).contiguous()
+    weights = _weights(coefficients, x)
     call, kernels = _call(x, state, weights, readers), _kernels()
     call.spans = max(1, call.B * (call.Q + call.T) // kernels.rows_per_sum)
     sums = torch.empty(call.spans, *coefficients.shape, dtype=torch.float64, device="cpu")
@@ -103,6 +108,7 @@ class Pool:
     def __init__(self, coefficients: Tensor, size: int, dtype: torch.dtype) -> None:
         heads, window = coefficients.shape
         self._weights = _weights(coefficients, torch.empty(0, dtype=dtype))  # kept alive, as the record has its address
+        self._dtype = dtype
         self._function, self._numbers = _kernels().forward[dtype], heads * size
         self._call = _Call(B=1, G=heads, D=size, W=window, weights=self._weights.data_ptr())
         self._x, self._state = self._call.x, self._call.state  # views of the same memory
@@ -119,13 +125,40 @@ class Pool:
             rows: number of rows of the pool.
             sources: (T, W), as in a `ShiftPlan` with the pool as the state.
             kept: row of the pool, counted from the first, that each token is written to, (T,) int32; negative for none.
+
+        Raises:
+            ValueError: a tensor cannot be read or written as described.
         """
+        self._check(x, y, sources, kept)
         call, tokens = self._call, len(kept)
         call.T, call.Q, call.y = tokens, rows, y.data_ptr()
         call.threads = torch.get_num_threads() if tokens * self._numbers >= _PARALLEL else 1
         self._x.data, self._x.row, self._state.data = x.data_ptr(), x.stride(0), pool
         call.rows, call.kept = sources.data_ptr(), kept.data_ptr()
         self._function(call)
+
+    def _check(self, x: Tensor, y: Tensor, sources: Tensor, kept: Tensor) -> None:
+        for name, tensor, dtype in (
+            ("x", x, self._dtype), ("y", y, self._dtype), ("sources", sources, torch.int32), ("kept", kept, torch.int32)
+        ):  # fmt: skip
+            reason = unreadable_reason(tensor, _CPU, dtype) or (
+                "its memory holds other numbers" if is_lazy(tensor) else ""
+            )
+            if reason:
+                raise ValueError(f"{name} cannot be used by the CPU kernel: {reason}")
+        tokens = len(kept)
+        if (
+            not x.shape[1] == y.shape[1] == self._numbers
+            or min(len(x), len(y)) < tokens
+            or sources.numel() != tokens * self._call.W
+            or x.stride(1) != 1
+            or not (y.is_contiguous() and sources.is_contiguous() and kept.is_contiguous())
+        ):
+            raise ValueError(
+                f"x and y must be rows of {self._numbers} numbers of {tokens} tokens or more, like kept, and y, "
+                f"sources and kept must be contiguous; got x {tuple(x.shape)}, y {tuple(y.shape)}, "
+                f"sources {tuple(sources.shape)}"
+            )
 
 
 def _call(x: Tensor, state: Tensor, weights: Tensor, rows: Tensor | None) -> _Call:
@@ -141,12 +174,29 @@ def _rows(x: Tensor) -> _Rows:
     return _Rows(x.data_ptr(), *x.stride()[:3])
 
 
+def _are_readable(
+    grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
+) -> bool:
+    """Return True if backward may read these: a gradient may be of any type, and hooks may replace what was saved."""
+    dtypes = (x.dtype, x.dtype, None, x.dtype, torch.int32, torch.int32)
+    given = zip((grad_y, x, coefficients, state, sources, readers), dtypes, strict=True)
+    return (
+        all(tensor is None or unreadable_reason(tensor, _CPU, dtype) is None for tensor, dtype in given)
+        and x.dtype in _DTYPES
+        and x.shape == grad_y.shape
+        and x.shape[2:] == state.shape[2:]
+        and x.shape[2] == coefficients.shape[0]
+        and all(rows is None or rows.is_contiguous() for rows in (sources, readers))
+    )
+
+
 def _dense_heads(x: Tensor) -> Tensor:
+    x = resolve(x)
     return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _weights(coefficients: Tensor, x: Tensor) -> Tensor:
-    return coefficients.to(compute_dtype(x)).contiguous()
+    return resolve(coefficients).to(compute_dtype(x)).contiguous()
 
 
 class _Kernels:

@@ -39,7 +39,7 @@ class Tiling:
     """Number of warps of a program."""
 
 
-# The tiling of each kernel; `kvshift.benchmarks.tilings` measures others on the current device.
+# The tiling of each kernel; `kvshift_lab.benchmarks.tilings` measures others on the current device.
 TILING = {
     "forward": Tiling(),
     "backward": Tiling(elements=2048),

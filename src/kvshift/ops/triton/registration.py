@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kvshift.ops.torch_ops import PLAIN_TENSOR_TYPES, needs_traceable_ops
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES, resolve
+from kvshift.ops.torch_ops import needs_traceable_ops
 
 Result = TypeVar("Result")
 
@@ -35,7 +36,10 @@ def register_operator(
         traceable_backward: computes the same as `backward` in plain operations, for when `needs_traceable_ops` is true.
     """
 
-    def register(launch: Callable[..., Result]) -> Callable[..., Result]:
+    def register(launch_in_memory: Callable[..., Result]) -> Callable[..., Result]:
+        def launch(*args: Any) -> Result:
+            return launch_in_memory(*(resolve(x) if isinstance(x, Tensor) else x for x in args))
+
         operator = torch.library.custom_op(f"kvshift::{name}", launch, mutates_args=(), schema=schema)
         operator.register_fake(fake)
         differentiable = None

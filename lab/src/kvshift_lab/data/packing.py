@@ -1,0 +1,236 @@
+"""Pack documents into sequences of tokens.
+
+The documents form one stream of tokens, with the end-of-text token after each document. The stream is cut every T
+tokens; an incomplete last sequence is dropped. For A = a1 a2 a3, B = b1 and C = c1 c2, end of text $, and T = 4:
+
+    input_ids     a1 a2 a3  $ | b1  $ c1 c2      (the last $ does not fill a sequence)
+    position_ids   0  1  2  3 |  0  1  0  1      packing "documents" only
+    labels         - a2 a3  $ |  -  $  - c2      packing "documents"; - is -100: not predicted
+
+`repeat_spans` copies a span of a sequence over a later one, in a fraction of the sequences.
+
+Shapes: B sequences, T positions in a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import datasets
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from kvshift_lab.data.dataset_cache import cached_dataset, fingerprint
+from kvshift_lab.data.pieces import can_cut_at_lines, cut_at_lines
+from kvshift_lab.data.sources import Documents, texts
+
+# Characters passed to the tokenizer in one batch, enough to occupy all its threads.
+_BATCH_CHARACTERS = 2**20
+
+# Size of the shuffle buffer of a stream, in sequences.
+_SHUFFLE_ROWS = 1024
+
+_SPANS = 5081  # first part of the seed for repeated spans; the second part is the index of the sequence
+
+
+def pack_documents(
+    documents: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerFast,
+    sequence_length: int,
+    packing: str,
+    repeated_spans: float | None = None,
+) -> datasets.Dataset:
+    """Return the sequences of `documents`, stored in the cache of Hugging Face datasets."""
+    layout = _layout(tokenizer, sequence_length, packing, repeated_spans)
+    decisive = [value for name, value in layout.items() if name != "repeated_spans" or value]
+    key = fingerprint("rows", documents._fingerprint, tokenizers.__version__, *decisive)
+    rows = cached_dataset(_rows, _features(sequence_length, packing), key, documents=documents, **layout)
+    return rows.with_format("torch")
+
+
+def pack_stream(
+    documents: datasets.IterableDataset,
+    tokenizer: PreTrainedTokenizerFast,
+    sequence_length: int,
+    packing: str,
+    repeated_spans: float | None = None,
+    *,
+    seed: int | None = None,
+) -> datasets.IterableDataset:
+    """Return a stream of the sequences of `documents`; with a seed, it is shuffled in the same order in every pass.
+
+    The `shuffle` of datasets is not used because its order changes when a DataLoader gets its first worker. Sequences
+    are lists because `with_format("torch")` converts a stream number by number, only 100 sequences per second.
+    """
+    return datasets.IterableDataset.from_generator(
+        _shuffled_rows,
+        features=_features(sequence_length, packing),
+        gen_kwargs={
+            "seed": seed,
+            "documents": documents,
+            **_layout(tokenizer, sequence_length, packing, repeated_spans),
+        },
+    )
+
+
+def pack(
+    text: Iterable[str], encode: tokenizers.Tokenizer, eos: int, sequence_length: int, packing: str
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield sequences of T = `sequence_length` tokens; see the module docstring.
+
+    A document longer than a sequence continues in the next one, which is a separate context: its position_ids start at
+    0 again, because no token attends to the previous sequence.
+
+    Args:
+        text: the documents; none is empty.
+        encode: tokenizer without special tokens; see `encoder`.
+        eos: id of the end-of-text token.
+        packing: "documents" adds position_ids; "concat" does not.
+
+    Yields:
+        "input_ids" and "position_ids", each (T,) int32.
+    """
+    rest = np.empty(0, np.int32)
+    rest_starts = np.empty(0, bool)
+    index_T = np.arange(sequence_length, dtype=np.int32)
+    for documents in _encoded(text, encode):
+        tokens = np.concatenate([rest, *(np.array([*document, eos], np.int32) for document in documents)])
+        starts = np.zeros(len(tokens), bool)
+        starts[: len(rest)] = rest_starts
+        starts[len(rest) + np.cumsum([0, *(len(document) + 1 for document in documents[:-1])])] = True
+        whole = len(tokens) - len(tokens) % sequence_length
+        for begin in range(0, whole, sequence_length):
+            row = {"input_ids": tokens[begin : begin + sequence_length]}
+            if packing == "documents":
+                starts_T = starts[begin : begin + sequence_length]
+                row["position_ids"] = index_T - np.maximum.accumulate(np.where(starts_T, index_T, 0))
+            yield row
+        rest, rest_starts = tokens[whole:], starts[whole:]
+
+
+def collate(sequences: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Collate sequences into input_ids, labels and, with packing "documents", position_ids; each (B, T) int64.
+
+    Labels are the input_ids: the model compares the output at t with the label at t + 1 and ignores the first label of
+    a sequence. With position_ids, the first token of a document has the label -100, so that it is not predicted from
+    the previous document. There is no attention_mask because no sequence is padded.
+    """
+    batch = {
+        name: torch.stack([torch.as_tensor(one[name]) for one in sequences]).long()
+        for name in ("input_ids", "position_ids")
+        if name in sequences[0]
+    }
+    batch["labels"] = batch["input_ids"].clone()
+    if "position_ids" in batch:
+        batch["labels"][batch["position_ids"] == 0] = -100
+    return batch
+
+
+def encoder(backend: str) -> tokenizers.Tokenizer:
+    """Return a tokenizer that treats special tokens in a text, such as "<|endoftext|>", as ordinary characters."""
+    encode = tokenizers.Tokenizer.from_str(backend)
+    encode.no_truncation()
+    encode.no_padding()
+    encode.encode_special_tokens = True
+    return encode
+
+
+def count_tokens(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the number of tokens in all documents, including an end-of-text token for each."""
+    encode = encoder(tokenizer.backend_tokenizer.to_str())
+    return sum(len(document) + 1 for batch in _encoded(texts(documents), encode) for document in batch)
+
+
+def repeat_spans(tokens: np.ndarray, number: int, fraction: float) -> np.ndarray:
+    """With probability `fraction`, copy one span of a sequence over a later one; otherwise return it unchanged.
+
+        tokens[b : b + n] = tokens[a : a + n],  n in 16 .. T / 4,  a in 0 .. T - 2 n,  b in a + n .. T - n, all uniform
+
+    Args:
+        tokens: (T,), T >= 64.
+        number: index of the sequence. It alone seeds the draws, which are thus the same for every seed of a run.
+        fraction: probability between 0 and 1.
+    """
+    random = np.random.default_rng([_SPANS, number])
+    if random.random() >= fraction:
+        return tokens
+    length = len(tokens)
+    n = int(random.integers(16, length // 4 + 1))
+    source = int(random.integers(length - 2 * n + 1))
+    target = int(random.integers(source + n, length - n + 1))
+    tokens = tokens.copy()
+    tokens[target : target + n] = tokens[source : source + n]
+    return tokens
+
+
+def _layout(
+    tokenizer: PreTrainedTokenizerFast, sequence_length: int, packing: str, repeated_spans: float | None
+) -> dict[str, Any]:
+    """Return the arguments of `_rows` other than the documents."""
+    return {
+        "backend": tokenizer.backend_tokenizer.to_str(),
+        "eos": tokenizer.eos_token_id,
+        "sequence_length": sequence_length,
+        "packing": packing,
+        "repeated_spans": repeated_spans,
+    }
+
+
+def _rows(
+    documents: Documents, backend: str, eos: int, sequence_length: int, packing: str, repeated_spans: float | None
+) -> Iterator[dict[str, np.ndarray]]:
+    rows = pack(texts(documents), encoder(backend), eos, sequence_length, packing)
+    if not repeated_spans:
+        yield from rows
+        return
+    for number, row in enumerate(rows):
+        yield {"input_ids": repeat_spans(row["input_ids"], number, repeated_spans)}
+
+
+def _shuffled_rows(seed: int | None, **options: Any) -> Iterator[dict[str, np.ndarray]]:
+    rows = _rows(**options)
+    if seed is None:
+        yield from rows
+        return
+    random = np.random.default_rng(seed)
+    # Copy each sequence: it is a view that would keep its whole batch in memory.
+    waiting = [{name: column.copy() for name, column in row.items()} for row in islice(rows, _SHUFFLE_ROWS)]
+    for row in rows:
+        chosen = int(random.integers(len(waiting)))
+        yield waiting[chosen]
+        waiting[chosen] = {name: column.copy() for name, column in row.items()}
+    for chosen in random.permutation(len(waiting)):
+        yield waiting[chosen]
+
+
+def _features(sequence_length: int, packing: str) -> datasets.Features:
+    columns = ("input_ids", "position_ids") if packing == "documents" else ("input_ids",)
+    return datasets.Features({column: datasets.List(datasets.Value("int32"), sequence_length) for column in columns})
+
+
+def _encoded(text: Iterable[str], encode: tokenizers.Tokenizer) -> Iterator[list[list[int]]]:
+    """Yield the tokens of each document, in batches of one or more documents."""
+    may_cut = can_cut_at_lines(encode)
+    pieces: list[str] = []
+    counts: list[int] = []  # number of pieces of each document
+    characters = 0
+    for document in text:
+        parts = cut_at_lines(document) if may_cut else [document]
+        pieces += parts
+        counts.append(len(parts))
+        characters += len(document)
+        if characters >= _BATCH_CHARACTERS:
+            yield _encode_batch(pieces, counts, encode)
+            pieces, counts, characters = [], [], 0
+    if counts:
+        yield _encode_batch(pieces, counts, encode)
+
+
+def _encode_batch(pieces: list[str], counts: list[int], encode: tokenizers.Tokenizer) -> list[list[int]]:
+    encoded = iter(encode.encode_batch_fast(pieces, add_special_tokens=False))
+    return [[token for _ in range(count) for token in next(encoded).ids] for count in counts]

@@ -1,0 +1,195 @@
+"""Load the documents of a corpus for training and validation.
+
+Every source becomes a dataset with a single column, "text", and one document per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+
+from kvshift_lab.core.errors import LabError
+from kvshift_lab.data.config import DataConfig
+from kvshift_lab.data.dataset_cache import cached_dataset, fingerprint
+from kvshift_lab.data.files import FileStamp, chat_hint, find_corpus, find_texts, read_files, read_pieces
+
+Documents = datasets.Dataset | datasets.IterableDataset
+
+# Number of documents held out from the start of a stream; its length, and thus a fraction of it, is unknown.
+STREAM_VALIDATION_DOCUMENTS = 1000
+
+# large_string has 64-bit offsets, because a document may be larger than 2 GiB.
+_FEATURES = datasets.Features({"text": datasets.Value("large_string")})
+
+
+def load_documents(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
+    """Return the training documents and the validation documents, which do not overlap.
+
+    Raises:
+        LabError: the text cannot be found or read, or the two sets would overlap.
+    """
+    files, held_out = find_texts(config.corpus, config.validation)
+    if files is None:
+        return _hub(config)
+    _refuse_hub_options(config)
+    return _local(config, files, held_out)
+
+
+def read_text(config: DataConfig, option: str) -> Iterator[tuple[str, bool]]:
+    """Yield the whole corpus in pieces like `read_pieces`, without the documents that contain only white space.
+
+    Nothing is held out. This is for commands whose option is called --text-column instead of --data.text-column.
+
+    Raises:
+        LabError: the text cannot be found (the message names `option`) or read.
+    """
+    files = find_corpus(config.corpus, option)
+    if files is None:
+        yield from ((text, True) for text in texts(_hub_split(config, config.split, "--text-column")))
+        return
+    _refuse_hub_options(config)
+    blank = ""  # white space at the start of a document
+    begun = False
+    for text, last in read_pieces(files, config.text_column, "--text-column"):
+        if not begun:
+            text = blank + text
+            if not text or text.isspace():
+                blank = "" if last else text
+                continue
+        yield text, last
+        begun, blank = not last, ""
+
+
+def texts(documents: Documents) -> Iterator[str]:
+    """Return an iterator over the documents that contain more than white space, in order."""
+    return (text for text in _column(documents) if text and not text.isspace())
+
+
+def _column(documents: Documents) -> Iterator[str]:
+    for row in documents:
+        yield cast(dict[str, str | None], row)["text"] or ""
+
+
+def _local(
+    config: DataConfig, files: tuple[FileStamp, ...], held_out: tuple[FileStamp, ...] | None
+) -> tuple[Documents, datasets.Dataset]:
+    if held_out is None:
+        if config.streaming:
+            return _head_held_out(_stream(files, config.text_column))
+        return _tail_held_out(_read(files, config.text_column), config.validation_fraction)
+    paths, held_out_paths = ({Path(name).resolve() for name, *_ in stamps} for stamps in (files, held_out))
+    if both := sorted(paths & held_out_paths):
+        raise LabError(f"validation: {both[0]} is also in corpus {config.corpus}")
+    train = (_stream if config.streaming else _read)(files, config.text_column)
+    return train, _read(held_out, config.text_column)
+
+
+def _read(files: tuple[FileStamp, ...], column: str) -> datasets.Dataset:
+    return cached_dataset(read_files, _FEATURES, fingerprint("files", files, column), files=files, column=column)
+
+
+def _stream(files: tuple[FileStamp, ...], column: str) -> datasets.IterableDataset:
+    return datasets.IterableDataset.from_generator(
+        read_files, features=_FEATURES, gen_kwargs={"files": files, "column": column}
+    )
+
+
+def _hub(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
+    if config.validation is not None and config.validation.split("[")[0] == config.split:
+        raise LabError(f"validation: the split {config.validation} is also trained on (split {config.split})")
+    train = _hub_split(config, config.split)
+    if config.validation is None:
+        if isinstance(train, datasets.IterableDataset):
+            return _head_held_out(train)
+        return _tail_held_out(train, config.validation_fraction)
+    held_out = _hub_split(config, config.validation)
+    if isinstance(held_out, datasets.IterableDataset):
+        held_out = _collect(held_out.take(STREAM_VALIDATION_DOCUMENTS))
+    return train, held_out
+
+
+def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text-column") -> Documents:
+    where = f"{config.corpus}, split {split}"
+    try:
+        documents = datasets.load_dataset(config.corpus, config.hub_config, split=split, streaming=config.streaming)
+        if isinstance(documents, datasets.IterableDataset) and documents.features is None:
+            documents = documents._resolve_features()  # reads the first row: this format does not declare its columns
+    except Exception as error:  # the hub, HTTP, the disk and the formats raise exceptions of many types
+        raise LabError(
+            f"corpus: {config.corpus!r} is not a file or folder here, and loading it from the hub failed: {error}"
+        ) from error
+    columns = documents.features or {}
+    name = (config.corpus,) if config.hub_config is None else (config.corpus, config.hub_config)
+    load = f"load_dataset({', '.join(map(repr, name))}, split={split!r})"
+    if config.text_column not in columns:
+        raise LabError(
+            f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}: choose the one with the "
+            f"text by {column_option} NAME{chat_hint(columns, load, 'text.jsonl')}"
+        )
+    kind = columns[config.text_column]
+    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view", "null"):
+        chats = chat_hint([config.text_column], load, "text.jsonl")
+        raise LabError(f"{where}: text_column {config.text_column!r} must hold text, got {kind}{chats}")
+    documents = documents.select_columns([config.text_column])
+    return documents if config.text_column == "text" else documents.rename_column(config.text_column, "text")
+
+
+def _head_held_out(stream: datasets.IterableDataset) -> tuple[datasets.IterableDataset, datasets.Dataset]:
+    return stream.skip(STREAM_VALIDATION_DOCUMENTS), _collect(stream.take(STREAM_VALIDATION_DOCUMENTS))
+
+
+def _collect(stream: datasets.IterableDataset) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": [row["text"] for row in stream]}, features=_FEATURES)
+
+
+def _tail_held_out(documents: datasets.Dataset, fraction: float) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Hold out the last documents or, if `fraction` of them is less than one document, the last characters."""
+    count = len(documents)
+    held_out = int(count * fraction)
+    if held_out:
+        return documents.select(range(count - held_out)), documents.select(range(count - held_out, count))
+    number, character = _split_position(documents, 1 - fraction)
+    parts = (
+        cached_dataset(
+            _cut,
+            _FEATURES,
+            fingerprint("cut", documents._fingerprint, number, character, after),
+            documents=documents,
+            number=number,
+            character=character,
+            after=after,
+        )
+        for after in (False, True)
+    )
+    return next(parts), next(parts)
+
+
+def _split_position(documents: datasets.Dataset, fraction: float) -> tuple[int, int]:
+    """Return the document index and character index after `fraction` of all characters.
+
+    The position is moved to the start of the next line, if the document has one.
+    """
+    left = int(sum(map(len, _column(documents))) * fraction)
+    for number, text in enumerate(_column(documents)):
+        if left < len(text):
+            line_end = text.find("\n", left)
+            return number, left if line_end < 0 else line_end + 1
+        left -= len(text)
+    return len(documents), 0
+
+
+def _cut(documents: datasets.Dataset, number: int, character: int, after: bool) -> Iterator[dict[str, Any]]:
+    """Cut the documents at a character of document `number`; yield the text before it or, with `after`, from it on."""
+    for index, text in enumerate(_column(documents)):
+        cut = len(text) if index < number else 0 if index > number else character
+        yield {"text": text[cut:] if after else text[:cut]}
+
+
+def _refuse_hub_options(config: DataConfig) -> None:
+    for option, neutral in (("hub_config", None), ("split", "train")):
+        value = getattr(config, option)
+        if value != neutral:
+            raise LabError(f"{option} is only for hub datasets, got {value!r} with corpus {config.corpus}")

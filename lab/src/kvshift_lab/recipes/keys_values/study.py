@@ -1,0 +1,81 @@
+"""Is it the shift of keys or that of values by which models begin to copy on real text?
+
+In the paper's construction, a head copies by shifted keys alone: the key of a token holds what came before it. Models
+with two layers that shift both, keys alone, or values alone are trained in the setting of `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from matplotlib.figure import Figure
+
+from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
+from kvshift_lab.recipes.decide import study as decide
+from kvshift_lab.recipes.keys_values import ENTRY
+from kvshift_lab.recipes.phase.changes import PhaseChanges, draw_changes, draw_copying_level
+from kvshift_lab.study.arm import Arm
+from kvshift_lab.study.claims import Claim
+from kvshift_lab.study.jobs import TextJob
+from kvshift_lab.study.recipe import Recipe, Record
+from kvshift_lab.training.train_config import TrainConfig
+from kvshift_lab.variants.by_name import with_variant
+
+LAYERS = 2
+ARMS = [Arm(variant=variant, layers=LAYERS) for variant in ("kv-shift", "k-shift", "v-shift")]
+BOTH, KEYS, VALUES = ARMS
+_STEPS = {"laptop": 3_200_000 // (decide.LAPTOP.batch_size * decide.LAPTOP.data.sequence_length), "smoke": 4}
+
+
+def _config(preset: str) -> TrainConfig:
+    config = {"paper": decide.PAPER, "smoke": decide.SMOKE}.get(preset, decide.LAPTOP)
+    return replace(
+        config,
+        model=replace(config.model, num_hidden_layers=LAYERS),
+        optimizer=replace(config.optimizer, schedule="constant"),
+        steps=_STEPS.get(preset, 2000),
+    )
+
+
+def arms(preset: str) -> list[TextJob]:
+    """Return a job for each arm."""
+    config = _config(preset)
+    return [
+        TextJob(arm=arm, config=replace(config, model=with_variant(config.model, str(arm.variant)))) for arm in ARMS
+    ]
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Return which of two arms begins to copy sooner, and which has the lower loss at the end, for each two arms."""
+    changes = PhaseChanges(records)
+    pairs = ((KEYS, VALUES), (BOTH, KEYS), (BOTH, VALUES))
+    return [
+        *(changes.sooner_claim(ours, theirs) for ours, theirs in pairs),
+        *(changes.lower_at_end_claim(ours, theirs) for ours, theirs in pairs),
+    ]
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """Plot prefix matching, and the loss on pairs of tokens seen before and on all targets, over tokens."""
+    changes = PhaseChanges(records)
+    titles = {
+        "prefix_matching": "Prefix matching of the best head",
+        "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
+        "loss": "Loss of all targets",
+    }
+    figure, panels = new_figure([*titles.values()], ylabels=["attention", *["nats per token"] * 2])
+    for axes, name in zip(panels, titles, strict=True):
+        draw_changes(axes, changes, {arm: arm.label for arm in ARMS}, name)
+    draw_copying_level(panels[0])
+    legend_below(figure, INTERVALS)
+    return figure
+
+
+RECIPE = Recipe(
+    entry=ENTRY,
+    source="No figure of the paper; its construction of an induction head shifts keys alone",
+    arms=arms,
+    plot=plot,
+    claims=claims,
+)

@@ -1,0 +1,162 @@
+"""Run the missing runs of a study: first the tuning runs, which choose learning rates, then the reported runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from kvshift_lab.core.errors import LabError, RunFailedError
+from kvshift_lab.core.messages import say
+from kvshift_lab.data.config import SHARED_DATA_ENV
+from kvshift_lab.runs.folder import RunFolder
+from kvshift_lab.runs.run import is_finished
+from kvshift_lab.study.entry import Cluster
+from kvshift_lab.study.jobs import with_available_text
+from kvshift_lab.study.recipe import Job, Recipe, Record
+from kvshift_lab.study.records import RecordStore, record_of, write_records
+from kvshift_lab.study.sweep import sweep
+from kvshift_lab.study.sweep_progress import report_progress
+from kvshift_lab.study.tuning import at_best_rates, best_rates, tuning_jobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyExecution:
+    """The folders of the runs of one preset of a recipe, and how the runs execute.
+
+    Attributes:
+        runs: folder that contains the folders of all runs; recipes of a study share it.
+        folder: folder of the recipe.
+        store: folder of results, to which records are also written.
+        workers: number of runs at a time; see `sweep`.
+        cluster: machines on which the runs execute.
+    """
+
+    runs: Path
+    folder: Path
+    store: RecordStore | None = None
+    workers: int | None = None
+    cluster: Cluster = "local"
+
+
+def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], execution: StudyExecution) -> list[Record]:
+    """Run the missing runs of a preset, and return the records of all runs, which are written to the recipe's folder.
+
+    Raises:
+        LabError: if folders contain other runs.
+        RunFailedError: if at least one run failed; the others are kept.
+        InterruptedRunError: if the process received a signal.
+    """
+    size = recipe.presets[preset]
+    asked = recipe.jobs(preset, seeds)
+    jobs = with_available_text(asked)
+    tuning = []
+    if size.grid is not None:
+        tuning = tuning_jobs(with_available_text(recipe.jobs(preset, size.grid.seeds)), size.grid)
+    if execution.store is not None:
+        execution.store.require_no_other_runs([*tuning, *jobs])
+    say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
+    if jobs != asked:
+        say(
+            f"{SHARED_DATA_ENV} names no folder of text, "
+            "so the bundled corpus, which is far smaller, is read repeatedly"
+        )
+    records: list[Record] = []
+    if tuning:
+        records = _run(tuning, execution, earlier=[])
+        best = best_rates(records, recipe.tuned_by)
+        for variant, rate in best.items():
+            say(f"{variant}: learning rate {rate:.2g} is the best of the grid")
+        jobs = at_best_rates(jobs, best)
+    return _run(jobs, execution, earlier=records)
+
+
+def job_folder(folder: Path, job: Job) -> Path:
+    """Return the folder of a job, below the folder of all runs."""
+    name = re.sub(r"[^a-z0-9.]+", "-", job.arm.label.lower()).strip("-")
+    return folder / name / f"seed-{job.seed}"
+
+
+def _run(jobs: Sequence[Job], execution: StudyExecution, *, earlier: Sequence[Record]) -> list[Record]:
+    """Run the unfinished jobs. Return and write the `earlier` records and those of all jobs.
+
+    Args:
+        jobs: either tuning or reported runs.
+        execution: folders of the recipe.
+        earlier: earlier records of this recipe.
+
+    Raises:
+        RunFailedError: if at least one run failed; the others are kept.
+    """
+    runs, store = execution.runs, execution.store
+    folders = [(job, job_folder(runs, job)) for job in jobs]
+    found = _find(folders, runs, store)
+    if len(found) == len(folders):
+        return [*earlier, *found.values()]
+    with RunFolder(runs).locked():
+        left = [place for number, place in enumerate(folders) if number not in found]
+        work, problems = [(job, out) for job, out in left if not job.is_finished(out)], []
+        if work:
+            with report_progress(work) as ended:
+                start = time.monotonic()
+
+                def done(number: int, problem: str | None) -> None:
+                    ended.add(number)
+                    job, out = work[number]
+                    what = "finished" if problem is None else f"FAILED: {problem}"
+                    place = f"[{len(ended)} of {len(work)}, {time.monotonic() - start:.0f} s]"
+                    tqdm.write(f"{place} {job.arm}, seed {job.seed}: {what}", file=sys.stderr)
+                    if store is not None and problem is None:
+                        store.add([record_of(job, out)])
+
+                problems = sweep(work, workers=execution.workers, cluster=execution.cluster, done=done)
+        for number, (job, out) in enumerate(folders):
+            if number not in found and job.is_finished(out):
+                found[number] = record_of(job, out)
+        records = [*earlier, *(record for _, record in sorted(found.items()))]
+        write_records(execution.folder / "records.jsonl", records)
+    if problems:
+        listed = "\n  ".join(problems)
+        raise RunFailedError(
+            f"{len(problems)} of {len(jobs)} runs failed; repeat the command to retry them:\n  {listed}"
+        )
+    return records
+
+
+def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: RecordStore | None) -> dict[int, Record]:
+    """Return the records of finished jobs, from their folders or from the store, by number, and add them to the store.
+
+    Another process may be working in the folders, so folders of unfinished runs are not changed.
+    """
+    found: dict[int, Record] = {}
+    counts: dict[Path, int] = {}
+    for number, (job, out) in enumerate(jobs):
+        kept = None if store is None else store.find(job)
+        record, path = _record_in(job, out), folder
+        if record is None and kept is not None:
+            record, path = kept
+        if record is not None:
+            found[number] = record
+            counts[path] = counts.get(path, 0) + 1
+    if found:
+        where = ", ".join(f"{count} in {path}" for path, count in counts.items())
+        say(f"{len(found)} of {len(jobs)} runs are already finished: {where}")
+        if store is not None:
+            store.add([*found.values()])
+    return found
+
+
+def _record_in(job: Job, out: Path) -> Record | None:
+    """Return the record of a job; None if it is not finished. Raise a LabError if it had other options."""
+    if not is_finished(out):
+        return None
+    try:
+        record = record_of(job, out)
+    except LabError:  # training has ended, but not the work after it
+        return None
+    return record if job.is_finished(out) else None

@@ -1,0 +1,178 @@
+"""The files that a comparison writes at its end."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvshift_lab.analysis import pages
+from kvshift_lab.analysis.curves import PROBE_PANELS
+from kvshift_lab.analysis.report import verdicts, write_report
+
+from .narrow import Page, faults_on_a_phone
+from .run_folders import write_pair, write_run
+
+pytestmark = pytest.mark.no_models
+
+RATIO = {"ratio": 1.19, "low": 1.17, "high": 1.23}
+STEP_TIME = {"milliseconds": {"vanilla": 31.0, "kv-shift": 37.0}, "ratios": {"kv-shift": RATIO}}
+SAMPLES = {
+    "prompt": "ROMEO:",
+    "seed": 0,
+    "temperature": 0.8,
+    "texts": {"vanilla": "<b>What</b> & light", "KV-shift": "But soft"},
+}
+
+
+def add_samples_and_step_time(out):
+    (out / "step_time.json").write_text(json.dumps(STEP_TIME))
+    (out / "samples.json").write_text(json.dumps(SAMPLES))
+
+
+def add_probes(out, *, names):
+    """Add lines of probes beside the evaluations of both runs of seed 0."""
+    for path in [out / "seed-0" / name / "metrics.jsonl" for name in ("vanilla", "kvshift")]:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        evaluations = [line for line in lines if line["kind"] == "eval"]
+        found = [
+            {"kind": "probes", "step": line["step"], "tokens": line["tokens"], **dict.fromkeys(names, 0.1), "heads": []}
+            for line in evaluations
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *found]))
+
+
+class Report:
+    """The files that `write_report` leaves in a folder, and the summary that it returns."""
+
+    def __init__(self, folder, *args, **options):
+        self.folder, self.summary = folder, write_report(folder, *args, **options)
+        self.text = (folder / "report.html").read_text(encoding="utf-8")
+        self.page = Page(self.text)
+        self.words = self.page.text
+
+
+@pytest.fixture(scope="module")
+def two_seeds(tmp_path_factory):
+    """A report on two seeds with samples and step times, and with probes in one of the seeds."""
+    out = tmp_path_factory.mktemp("two")
+    for seed in (0, 1):
+        write_pair(out, seed=seed, gain=0.1 + 0.01 * seed)
+    add_samples_and_step_time(out)
+    add_probes(out, names=["prefix_matching"])
+    return Report(out, [0, 1])
+
+
+@pytest.fixture(scope="module")
+def one_seed(tmp_path_factory):
+    """A report on one seed without samples and step times, with probes in all its runs."""
+    out = tmp_path_factory.mktemp("one")
+    write_pair(out)
+    add_probes(out, names=["prefix_matching", "repeat_loss", "loss_pair_seen"])
+    return Report(out, [0])
+
+
+@pytest.fixture(scope="module")
+def four_variants(tmp_path_factory):
+    """A report on four variants, two of them with shift coefficients, and the command for more seeds."""
+    out = tmp_path_factory.mktemp("four")
+    write_pair(out, gain=0.1)
+    write_run(out / "seed-0" / "smear", variant="smear", gain=0.05)
+    write_run(out / "seed-0" / "vshift", shift_targets=("v",), gain=0.05)
+    return Report(out, [0], ("vanilla", "kv-shift", "smear", "v-shift"), more="kvshift compare --seeds=3")
+
+
+def test_the_page_needs_nothing_but_itself(two_seeds):
+    assert len(two_seeds.page.fetched) == 3  # the curves, and the coefficients of each seed
+    assert two_seeds.page.needs_nothing_but_itself()
+    assert "url(" not in two_seeds.text
+
+
+def test_what_probes_found_is_drawn_with_a_panel_for_each_number(one_seed):
+    assert "<h2>Induction</h2>" in one_seed.text
+    assert len(one_seed.page.fetched) == 3
+    drawn = (one_seed.folder / "probes.svg").read_text(encoding="utf-8")
+    titles = {PROBE_PANELS[name][0] for name in PROBE_PANELS if f"<!-- {PROBE_PANELS[name][0]} -->" in drawn}
+    assert titles == {PROBE_PANELS[name][0] for name in ("prefix_matching", "repeat_loss", "loss_pair_seen")}
+    assert (one_seed.folder / "probes.png").exists()
+
+
+def test_without_probes_in_every_run_nothing_is_drawn_of_them(two_seeds):
+    assert "Induction" not in two_seeds.text
+    assert not (two_seeds.folder / "probes.svg").exists()
+
+
+@pytest.mark.parametrize("report", ["one_seed", "two_seeds", "four_variants"])
+def test_a_phone_shows_all_of_it(report, request):
+    assert faults_on_a_phone(request.getfixturevalue(report).text) == []
+
+
+def test_the_page_says_what_the_files_say(two_seeds):
+    for expected in (
+        verdicts(two_seeds.summary),
+        "× 1.190 (quartiles 1.170 to 1.230)",
+        "<b>What</b> & light",  # escaped as text, not markup
+        "But soft",
+        "kvshift train --seed 1",
+        str(two_seeds.folder.resolve() / "seed-1" / "kvshift"),
+        '"hidden_size": 53',
+        '"cpu": "<a CPU>"',
+    ):
+        assert expected in two_seeds.words
+
+
+def test_summary_and_table_are_written(one_seed):
+    folder, summary = one_seed.folder, one_seed.summary
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    text = (folder / "table.md").read_text(encoding="utf-8")
+    assert re.search(r"^\| validation loss \| 2\.1494 ± 0\.0130 \|", text, re.MULTILINE)
+    assert text.rstrip().endswith(verdicts(summary) + ".")
+    names = {path.name for path in folder.iterdir()}
+    assert {"curves.png", "curves.svg", "coefficients-seed-0.png", "coefficients-seed-0.svg"} <= names
+
+
+def test_it_is_drawn_without_samples_and_step_time(one_seed):
+    assert one_seed.summary["step_time"] is None
+    assert "A sample of each" not in one_seed.text
+
+
+def test_of_four_variants_all_are_shown(four_variants):
+    said = verdicts(four_variants.summary)
+    assert "V-shift and smear and KV-shift and vanilla" in four_variants.words
+    assert said in four_variants.words
+    assert "KV-shift minus vanilla is -0.0950" in said
+    assert "smear minus vanilla is -0.0475" in said
+    assert str(four_variants.folder.resolve() / "seed-0" / "smear") in four_variants.words
+
+
+def test_of_two_that_shift_the_coefficients_of_each_are_shown(four_variants):
+    found = {path.name for path in four_variants.folder.glob("coefficients-*.png")}
+    assert found == {"coefficients-seed-0.png", "coefficients-vshift-seed-0.png"}
+    assert "KV-shift, seed 0" in four_variants.words
+    assert "V-shift, seed 0" in four_variants.words.replace("KV-shift, seed 0", "")
+
+
+@pytest.mark.slow
+def test_the_comparison_of_the_readme_is_still_drawn(tmp_path):
+    root = Path(__file__).parents[3]
+    kept = root / "results" / "compare"
+    shutil.copytree(kept, tmp_path / "compare", ignore=shutil.ignore_patterns("learning_rates"))
+    write_report(tmp_path / "compare", range(10, 20))
+    drawn, published, page = (
+        [line for line in path.read_text().splitlines() if "|" in line]
+        for path in (tmp_path / "compare" / "table.md", kept / "table.md", root / "docs" / "compare.md")
+    )
+    assert drawn == published
+    assert set(published) <= set(page)
+
+
+def test_reports_and_the_explorer_have_one_palette():
+    """A report contains the stylesheet unchanged, and the files that use it name no color."""
+    lab = Path(pages.__file__).parents[1]
+    look = (lab / "analysis/look.css").read_text(encoding="utf-8")
+    assert look.strip() in pages.render("base.html.jinja", title="A report")
+    assert look.count("--ink: #") == 2  # light and dark
+    assert '<link rel="stylesheet" href="look.css">' in (lab / "explore/page/index.html").read_text(encoding="utf-8")
+    for name in ("analysis/base.html.jinja", "explore/page/explore.css"):
+        assert re.findall(r"#[0-9a-f]{3,8}\b|rgb\(\d", (lab / name).read_text(encoding="utf-8")) == []

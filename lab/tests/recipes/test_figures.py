@@ -1,0 +1,85 @@
+"""The committed figures use one color per variant, hide no curve behind a legend and cut off no first point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvshift_lab.analysis.colors import BLUE, VERMILLION, shades
+from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
+from kvshift_lab.study.recipe import without_tuning_runs
+from kvshift_lab.study.records import load_records
+from kvshift_lab.variants.by_name import VARIANTS
+
+from ..analysis.drawn import (
+    alike_in_grey,
+    colors_by_label,
+    cut_off,
+    first_points_cut_off,
+    hidden_by_legends,
+    sizes_of_letters,
+    ticks_between_whole_numbers,
+)
+
+# The streamlines of Figure 2 take seconds. The jobs of `neighbours` need parameter counts, and so models.
+MARKS = {"fig02": [pytest.mark.slow, pytest.mark.no_models], "neighbours": []}
+RESULTS = Path(__file__).parents[3] / "results"
+KEPT = [
+    pytest.param(name, preset, id=f"{name}-{preset}", marks=MARKS.get(name, pytest.mark.no_models))
+    for name, entry in CATALOGUE.items()
+    for preset in entry.presets
+    if (RESULTS / entry.runs / f"{preset}.jsonl").exists()
+]
+SHADES = {color: {shade for count in (1, 2, 3, 4) for shade in shades(color, count)} for color in (BLUE, VERMILLION)}
+VARIANT_LABELS = {entry.label for entry in VARIANTS.values()} - {"vanilla", "KV-shift"}
+SHARED_AXES = (
+    "fig05",
+    "fig07a",
+    "fig07b",
+    "fig10",
+    "fig11",
+    "neighbours",
+    *(f"tab{number:02}" for number in range(6, 16)),
+)
+NO_STEPS = (
+    "fig02",
+    "fig03",
+    "tab03",
+    "depth",
+    "phase",
+    "decide",
+    "keys_values",
+)  # figures without steps on the horizontal axis
+
+
+def test_there_are_figures() -> None:
+    assert len(KEPT) >= 35
+
+
+@pytest.mark.parametrize(("name", "preset"), KEPT)
+def test_figure(name: str, preset: str) -> None:
+    records = load_records(RESULTS, find_recipe(name), preset)
+    if records is None:
+        pytest.skip("has not been run to its end")
+    figure = find_recipe(name).plot(without_tuning_runs(records))
+    assert not hidden_by_legends(figure)
+    assert not first_points_cut_off(figure)
+    for label, colors in colors_by_label(figure).items():
+        variant = label.partition(",")[0]
+        expected = {"vanilla": SHADES[BLUE], "KV-shift": SHADES[VERMILLION]}.get(variant)
+        assert label in VARIANT_LABELS or expected is None or colors <= expected, label
+        assert expected is not None or not colors & {BLUE, VERMILLION}, label
+    assert not cut_off(figure)
+    assert sizes_of_letters(figure) <= {10.0, 7.0}, "one size, and that of exponents"
+    assert figure.get_figwidth() == 9
+    assert not alike_in_grey(figure)
+    for axes in figure.axes:
+        assert axes.lines or axes.patches or axes.collections, "no panel is empty"
+        assert axes.get_title()
+        assert axes.get_ylabel() or not axes.get_subplotspec().is_first_col()
+    if name in SHARED_AXES:
+        assert len({axes.get_ylim() for axes in figure.axes}) == 1
+    steps = [axes.xaxis for axes in figure.axes if axes.get_xlabel() in ("step", "hops")]
+    assert steps or name in NO_STEPS or name.startswith("tab")
+    assert not [axis for axis in steps if ticks_between_whole_numbers(axis)]

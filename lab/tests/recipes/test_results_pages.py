@@ -1,0 +1,242 @@
+"""The results page is made from the records alone, and `--check` detects a stale page."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvshift_lab.core.errors import LabError
+from kvshift_lab.recipes import results_pages
+from kvshift_lab.recipes.catalogue import find_recipe
+from kvshift_lab.recipes.results_pages import SUMMARY_ROWS, complete_presets, results_page, summary_page
+from kvshift_lab.study.arm import arm_from_label
+from kvshift_lab.study.claims import not_testable
+from kvshift_lab.study.preset_report import report
+from kvshift_lab.study.records import read_records, write_records
+
+from ..analysis.run_folders import write_pair
+from ..study.cases import made_up
+
+pytestmark = pytest.mark.no_models
+
+OPTIONS = {
+    "task": {"name": "induction", "length": 16, "vocab_size": 64},
+    "model": {"family": "llama", "hidden_size": 24, "num_hidden_layers": 3},
+    "optimizer": {"learning_rate": 0.002},
+    "steps": 400,
+    "batch_size": 4,
+    "accumulation": 2,
+}
+
+
+def curve(*accuracy: float) -> dict[str, list[float]]:
+    steps = [float(100 * (number + 1)) for number in range(len(accuracy))]
+    return {"step": steps, "loss": [1.0] * len(steps), "first_repeat": [*accuracy]}
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A results folder with two seeds of Figure 1a, here a recipe without a study; test_studies.py tests studies."""
+    monkeypatch.chdir(tmp_path)
+    recipe = find_recipe("fig01a")
+    alone = replace(recipe, entry=replace(recipe.entry, study=None))
+    monkeypatch.setattr(results_pages, "find_recipe", lambda name: alone if name == "fig01a" else find_recipe(name))
+    records = [
+        made_up(label, seed, curve=curve(*accuracy, end), options=OPTIONS, processor_seconds=90.0)
+        for label, accuracy in {
+            "vanilla, 4 layers": (0.1, 0.5, 0.9),
+            "vanilla, 2 layers": (0.1, 0.5, 0.9),
+            "vanilla, 1 layer": (0.1, 0.1, 0.1),
+            "KV-shift, 1 layer": (1.0, 1.0, 1.0),
+        }.items()
+        for seed, end in ((0, 0.99), (1, 0.995))
+    ]
+    write_records(tmp_path / "results" / "fig01a" / "laptop.jsonl", records)
+    (tmp_path / "docs").mkdir()
+    return tmp_path / "results"
+
+
+def test_a_broken_record_is_named(results: Path) -> None:
+    path = results / "fig01a" / "laptop.jsonl"
+    path.write_text(path.read_text() + '{"label": "x"}\n')
+    with pytest.raises(LabError, match=r"laptop\.jsonl:9: not a record of a recipe"):
+        read_records(path)
+
+
+def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(results: Path) -> None:
+    text = results_page(complete_presets(results))
+    table = text.partition("\n## ")[0]
+    assert table.count("| [fig01a](#fig01a-laptop-one-layer-learns-induction) |") == 4
+    assert "\n## fig01a, laptop: one layer learns induction\n" in text
+    assert "What was run: width 24, layers 3, steps 400, sequences per step 8, learning rate 0.002, task name " in text
+    assert "![one layer learns induction](../results/fig01a/laptop.svg)" in text
+    assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of CPU time." in text
+
+
+def test_what_runs_at_one_rate_decide_is_decided_at_one_rate(results: Path) -> None:
+    lines = results_page(complete_presets(results)).splitlines()
+    decided = [line for line in lines if line.startswith("| [fig01a]") and "**not shown**" not in line]
+    assert decided
+    assert all("| one for all | **" in line and line.endswith("** at one rate |") for line in decided)
+
+
+def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) -> None:
+    path = results / "fig01a" / "laptop.jsonl"
+    records = read_records(path)
+    for rate in (1e-3, 2e-3, 4e-3):
+        for label, best in (("vanilla, 2 layers", 4e-3), ("KV-shift, 1 layer", 2e-3)):
+            options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
+            final = 0.99 if rate == best else 0.5
+            records.append(
+                replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=arm_from_label(label))
+            )
+    write_records(path, records)
+    text = results_page(complete_presets(results))
+    assert "| own best of 3 | **" in text
+    assert "at one rate |" not in text
+    assert "At an end of the grid, so a better rate may lie beyond it: vanilla, 2 layers (0.004)." in text
+
+
+def test_where_rates_are_the_question_each_model_has_several(results: Path) -> None:
+    path = results / "fig01a" / "laptop.jsonl"
+    records = read_records(path)
+    for seed, rate in enumerate((0.002, 0.004)):
+        options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
+        records = [replace(record, options=options) if record.seed == seed else record for record in records]
+    write_records(path, records)
+    text = results_page(complete_presets(results))
+    assert "| several for each | **" in text
+    assert "at one rate |" not in text
+
+
+def test_rates_that_follow_from_the_size_are_one_for_each(results: Path) -> None:
+    path = results / "fig01a" / "laptop.jsonl"
+    smaller = {**OPTIONS, "model": {"family": "llama", "hidden_size": 12}, "optimizer": {"learning_rate": 0.004}}
+    records = [replace(r, options=smaller) if r.arm.label == "vanilla, 1 layer" else r for r in read_records(path)]
+    write_records(path, records)
+    assert "| one for each size | **" in results_page(complete_presets(results))
+
+
+def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = results_pages.find_recipe("fig01a")
+    first, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
+    changed = replace(recipe, claims=lambda records: [replace(first, own=True), *others])
+    monkeypatch.setattr(results_pages, "find_recipe", lambda name: changed)
+    paper, _, own = results_page(complete_presets(results)).partition("\n## Our own questions\n")
+    assert first.statement not in paper
+    assert all(claim.statement in paper for claim in others)
+    own, _, section = own.partition("\n## ")
+    assert first.statement in own
+    paper, _, own = section.partition("\n\nOur own questions:\n\n")
+    assert first.statement not in paper
+    assert all(claim.statement in paper for claim in others)
+    assert first.statement in own
+
+
+def test_steps_to_both_levels_stand_by_model(results: Path) -> None:
+    text = results_page(complete_presets(results))
+    # 0.9 at the third evaluation; 0.99 at step 400 in one seed and 394.7 in the other: 397.4 e^(+-0.0841)
+    [row] = [line for line in text.splitlines() if line.startswith("| vanilla, 2 layers |")]
+    _, _, ninety, ninety_nine, _ = row.split("|")
+    assert ninety.strip() == "90 % after 300 steps (2 seeds)"
+    assert ninety_nine.strip() == "99 % after 397 steps (95 % interval 365 to 432, 2 seeds)"
+
+
+def test_the_check_sees_a_stale_page(results: Path, capsys: pytest.CaptureFixture) -> None:
+    assert results_pages.main(["--check"]) == 1  # there is no page yet
+    assert results_pages.main([]) == 0
+    assert (results / "fig01a" / "laptop.svg").exists()
+    assert "Records: [laptop.jsonl](laptop.jsonl)." in (results / "fig01a" / "page.md").read_text()
+    assert results_pages.main(["--check"]) == 0
+    path = results / "fig01a" / "laptop.jsonl"
+    path.write_text(path.read_text().replace("0.995", "0.975"))
+    capsys.readouterr()
+    assert results_pages.main(["--check"]) == 1
+    assert "run `make results`" in capsys.readouterr().err
+
+
+def test_the_comparisons_figure_is_drawn_from_its_runs(results: Path) -> None:
+    write_pair(results / "compare")
+    assert results_pages.main([]) == 0
+    assert [path.name for path in (results.parent / "docs" / "figures").glob("compare*")] == ["compare.svg"]
+
+
+def test_a_smoke_report_says_that_its_verdicts_mean_nothing(results: Path) -> None:
+    recipe = find_recipe("fig01a")
+    records = read_records(results / "fig01a" / "laptop.jsonl")
+    texts = {
+        preset: report(recipe, preset, records, recipe.claims(records), figure="x.svg")
+        for preset in ("smoke", "laptop")
+    }
+    assert "its verdicts mean nothing" in texts["smoke"]
+    assert "its verdicts mean nothing" not in texts["laptop"]
+
+
+def test_other_arguments_are_refused(results: Path, capsys: pytest.CaptureFixture) -> None:
+    assert results_pages.main(["--dry-run"]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_a_claim_that_two_recipes_share_stands_once_with_both_links(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = results_pages.find_recipe("fig01a")
+    other = replace(recipe, entry=replace(recipe.entry, name="fig01b"))
+    monkeypatch.setattr(results_pages, "find_recipe", lambda name: other if name == "fig01b" else recipe)
+    monkeypatch.setattr(results_pages, "CATALOGUE", {"fig01a": recipe.entry, "fig01b": other.entry})
+    (results / "fig01b").mkdir()
+    shutil.copy(results / "fig01a" / "laptop.jsonl", results / "fig01b")
+    table = results_page(complete_presets(results)).partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| [fig01a]")]
+    assert len(rows) == 4
+    assert all(row.startswith("| [fig01a](") and ", [fig01b](#fig01b-laptop-" in row for row in rows)
+    assert "\n| [fig01b]" not in table
+
+
+def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = results_pages.find_recipe("fig01a")
+    first, second, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
+    claims = [replace(first, direction="holds", by="arithmetic"), not_testable(second, "it is too small"), *others]
+    changed = replace(recipe, claims=lambda records: claims)
+    monkeypatch.setattr(results_pages, "find_recipe", lambda name: changed)
+    text = results_page(complete_presets(results))
+    assert "| one for all | **holds** by arithmetic |" in text
+    assert "| one for all | **not testable here** |" in text  # not "at one rate"
+    assert f"it is too small; {second.note} | **not testable here** |" in text
+
+
+PROJECT = Path(__file__).parents[3]
+
+
+def test_the_summary_says_what_the_results_say_in_a_dozen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_pages, "CATALOGUE", dict.fromkeys(row.recipe for row in SUMMARY_ROWS))
+    found = complete_presets(PROJECT / "results")
+    short = summary_page(found)
+    long = (PROJECT / "docs/results.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in short.splitlines() if line.startswith("| ")][1:]
+    assert 10 <= len(rows) <= 17
+    words = {
+        "shown": "holds",
+        "contradicted": "fails",
+        "not shown": "not shown",
+        "not testable here": "not testable here",
+    }
+    complete = {(each.recipe.name, each.preset) for each in found}
+    run = [row for row in SUMMARY_ROWS if (row.recipe, row.preset) in complete]
+    for (_, ours, verdict, _, link), main in zip(rows, run, strict=True):
+        found = [line for line in long.splitlines() if f"[{main.recipe}](#" in line and f"| {main.statement}" in line]
+        (line,) = [line for line in found if f"| {main.preset} |" in line]
+        assert f"| {ours} |" in line
+        assert f"**{words[verdict.strip('*')]}**" in line
+        anchor = link.rpartition("#")[2].rstrip(")")
+        assert f"](#{anchor})" in line
+
+
+def test_a_summary_of_a_claim_that_is_gone_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = results_pages.SummaryRow("Something", "fig01a", "laptop", "One layer with KV shift flies")
+    monkeypatch.setattr(results_pages, "SUMMARY_ROWS", [row])
+    with pytest.raises(LabError, match=r"fig01a laptop must have one claim 'One layer with KV shift flies' .*got 0"):
+        summary_page(complete_presets(results))

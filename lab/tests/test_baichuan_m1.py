@@ -1,0 +1,72 @@
+"""The commands on a folder in the released layout, with a tokenizer beside the weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvshift_lab.cli import main
+from tests.models.baichuan_m1 import reference
+from tests.models.baichuan_m1.tiny import checkpoint, config_with, write
+
+from .generation_cases import lines, tokenizer, write_prompts
+
+CONFIG = config_with(vocab_size=277, bos_token_id=0, eos_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write(tmp_path_factory.mktemp("model"), checkpoint(CONFIG), CONFIG, shards=2)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_generate(folder, tmp_path):
+    """Three prompts of different lengths in one batch: each gets the continuation that the formulas give it alone."""
+    prompts = ["to be", "or not to be, that is the question: whether", "t"]
+    options = ["--max-new-tokens", "5", "--temperature", "0", "--output", str(tmp_path / "answers.jsonl")]
+    assert main(["generate", str(folder), "--prompts", str(write_prompts(tmp_path, prompts)), *options]) == 0
+    weights = checkpoint(CONFIG)
+    for prompt, answer in zip(prompts, lines(tmp_path / "answers.jsonl"), strict=True):
+        tokens = tokenizer()(prompt)["input_ids"]
+        for _ in range(5):
+            tokens.append(int(reference.logits(weights, CONFIG, tokens)[-1].argmax()))
+            if tokens[-1] == 0:
+                break
+        before = len(tokenizer().decode(tokenizer()(prompt)["input_ids"]))
+        assert answer["text"] == tokenizer().decode(tokens, skip_special_tokens=True)[before:]
+
+
+def test_eval(folder, tmp_path):
+    """The mean loss of two documents of different lengths is that of the formulas."""
+    documents = ["to be or not to be", "that is the question: whether"]
+    text = tmp_path / "held_out.jsonl"
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+    assert main(["eval", str(folder), str(text), "--output", str(tmp_path / "eval.json")]) == 0
+    (found,) = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))["models"]
+    weights, losses = checkpoint(CONFIG), []
+    for document in documents:
+        tokens = tokenizer()(document)["input_ids"]
+        scores = reference.logits(weights, CONFIG, tokens).log_softmax(-1)
+        losses += [-float(scores[place, token]) for place, token in enumerate(tokens[1:])]
+    assert found["tokens"] == len(losses)
+    assert found["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+
+
+def test_training_from_it_is_refused_by_name(folder, tmp_path, capsys):
+    assert main(["train", "--init-from", str(folder), "--out", str(tmp_path / "run")]) == 2
+    assert "has model_type 'baichuan_m1'; expected llama, kvshift_llama" in capsys.readouterr().err
+
+
+def test_a_cut_off_shard_is_one_line(folder, tmp_path, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    shard = other / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-7])
+    assert main(["check", str(other)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "a safetensors file of" in error
+    assert "is cut off or damaged" in error

@@ -1,0 +1,200 @@
+"""The options of a command and its help, on a dataclass for this test and on all commands."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated
+from unittest import mock
+
+import pytest
+import tyro
+
+from kvshift_lab import cli
+from kvshift_lab.command_line import read
+
+pytestmark = pytest.mark.no_models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colour:
+    """Colour of the paint (any paint)."""
+
+    red: int = 3
+    """Share of red, with a help text that is longer than one line of the terminal and continues in the next source line
+    (where a parenthesis begins)."""
+    green: int = 5
+    """Share of green."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    coats: int
+    """How many coats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paint(Base):
+    wall: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="WALL")]
+    """Wall to paint."""
+    brush: Annotated[str, tyro.conf.arg(help="flat or round")] = "flat"
+    colour: Colour = field(default_factory=Colour)
+    dry: bool = False
+    """Wait until the paint is dry."""
+
+
+ABOUT = {"prog": "paint", "description": "Paint a wall", "example": "paint north --coats 2"}
+
+
+def shown(capsys, *args: str, first: tuple[str, ...] = ()) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        read(Paint, args, **ABOUT, first=first)
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def listed(printed: str) -> list[str]:
+    return re.findall(r"^[│ ] (--\w[\w.-]*)", printed, re.MULTILINE)
+
+
+def test_values_come_as_the_class_itself():
+    args = ["north", "--coats", "2", "--colour.red", "7"]
+    expected = Paint(wall="north", coats=2, colour=Colour(red=7))
+    assert read(Paint, args, **ABOUT, first=("colour.red",)) == expected
+
+
+@pytest.mark.parametrize("asked", ["-h", "--help", "--help-all"])
+def test_without_a_choice_every_help_lists_all_in_the_order_of_the_class(asked, capsys):
+    printed = shown(capsys, asked)
+    assert listed(printed) == ["--coats", "--brush", "--dry", "--colour.red", "--colour.green"]
+    assert "--help-all" not in printed
+    assert printed.startswith("usage: paint [-h] ")
+    assert "\n\nPaint a wall\n\nExample:\n  paint north --coats 2\n\n" in printed
+
+
+@pytest.mark.parametrize("asked", ["-h", "--help"])
+def test_the_chosen_come_alone_and_in_their_order(asked, capsys):
+    printed = shown(capsys, asked, first=("colour.green", "coats"))
+    assert listed(printed) == ["--colour.green", "--coats"]
+    assert re.search("^[│ ] WALL", printed, re.MULTILINE)  # an argument is not an option
+    assert "The most used options; paint --help-all lists all 5." in printed
+    assert "Share of green. (default: 5)" in printed
+    assert "How many coats. (required)" in printed
+
+
+def test_help_all_lists_every_option_once_the_chosen_first(capsys):
+    printed = shown(capsys, "--help-all", first=("colour.green", "coats"))
+    assert listed(printed) == ["--colour.green", "--coats", "--brush", "--dry", "--colour.red"]
+    assert "flat or round (default: flat)" in printed
+    assert " colour options" in printed
+    assert "Colour of the paint (any paint)." in printed
+
+
+def test_defaults_of_an_instance_are_shown_and_used(capsys):
+    default = Paint(wall="north", coats=9, colour=Colour(green=8))
+    assert read(Paint, ["south"], **ABOUT, default=default) == Paint(wall="south", coats=9, colour=Colour(green=8))
+    with pytest.raises(SystemExit):
+        read(Paint, ["--help"], **ABOUT, default=default, first=("colour.green", "coats"))
+    printed = capsys.readouterr().out
+    assert "Share of green. (default: 8)" in printed
+    assert "How many coats. (default: 9)" in printed
+
+
+def test_what_follows_two_dashes_is_no_question_for_help():
+    assert read(Paint, ["--coats", "2", "--", "--help"], **ABOUT) == Paint(wall="--help", coats=2)
+
+
+@functools.cache
+def help_of(name: str, *args: str) -> list[str]:
+    """Return the lines of `kvshift NAME ARGS` in a terminal of 80 columns."""
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # an encoding with box-drawing characters
+    with mock.patch.dict(os.environ, COLUMNS="80"), contextlib.redirect_stdout(printed):
+        try:
+            code = cli.main([*([name] if name else []), *args])
+        except SystemExit as exit_:
+            code = exit_.code
+    assert code == 0
+    printed.seek(0)
+    return printed.read().splitlines()
+
+
+def early_breaks(lines: list[str]) -> list[str]:
+    """Return the lines of help in which the next word would still have fitted."""
+    inside = [line[2:-2] if line.startswith("│") else None for line in lines]
+    early = []
+    for line, below in pairwise(inside):
+        if line is None or below is None or not below.startswith("  "):
+            continue
+        is_option_alone = not line.startswith(" ") and "  " not in line.rstrip()
+        if not is_option_alone and len(line.rstrip()) + 1 + len(below.split()[0]) <= len(line):
+            early.append(line)
+    return early
+
+
+def test_early_breaks_are_seen():
+    broken = [
+        "│ --a INT  one two              │",
+        "│          three                │",
+        "│          four                 │",
+    ]
+    assert len(early_breaks(broken)) == 2
+    assert early_breaks(["│ --a INT  one two three four   │", "│          five                 │"]) == []
+
+
+@pytest.mark.parametrize("asked", ["--help", "--help-all"])
+@pytest.mark.parametrize("name", ["", *cli._COMMANDS])
+def test_no_line_of_any_help_is_longer_than_80_columns_or_breaks_early(name, asked):
+    lines = help_of(name, "--help" if not name else asked)
+    assert max(map(len, lines)) <= 80
+    assert early_breaks(lines) == []
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_help_begins_with_an_example_that_the_command_reads(name):
+    lines = help_of(name, "--help")
+    example = cli._COMMANDS[name].example
+    assert lines[2] == cli._COMMANDS[name].summary
+    assert lines[4:6] == ["Example:", f"  {example}"]
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_positional_arguments_have_names_and_no_types(name):
+    lines = help_of(name, "--help")
+    boxes = "\n".join(lines).partition("positional arguments")[2].partition("╰")[0]
+    names = re.findall(r"^│ (\S+(?: \.\.\.\])?)", boxes, re.MULTILINE)
+    expected = {
+        "generate": ["MODEL"],
+        "eval": ["MODEL", "[FILE ...]"],
+        "reproduce": ["[RECIPE]"],
+        "analyze": ["RUN"],
+        "check": ["MODEL"],
+        "explore": ["[MODEL ...]"],
+        "retrofit": ["MODEL", "OUT"],
+        "export": ["MODEL", "OUT"],
+    }
+    assert names == expected.get(name, [])
+    assert lines[0].endswith(" ".join(["", *names]))
+
+
+@pytest.mark.parametrize("name", [name for name, command in cli._COMMANDS.items() if command.first])
+def test_a_long_help_lists_ten_options_and_help_all_begins_with_them(name):
+    first = [f"--{option.replace('_', '-')}" for option in cli._COMMANDS[name].first]
+    short, long = help_of(name, "--help"), help_of(name, "--help-all")
+    assert listed("\n".join(short)) == first
+    assert len(first) == 10
+    assert len(short) <= 60
+    everything = listed("\n".join(long))
+    assert everything[:10] == first
+    assert len(everything) == len(set(everything)) > 20
+    assert f"--help-all lists all {len(everything)}." in "\n".join(short)
+
+
+@pytest.mark.parametrize("name", [name for name, command in cli._COMMANDS.items() if not command.first])
+def test_a_short_help_is_the_same_either_way(name):
+    assert help_of(name, "--help") == help_of(name, "--help-all")
+    assert len(help_of(name, "--help")) <= 80

@@ -1,0 +1,155 @@
+"""`--config FILE`: what a file may hold, what overrides it, and that the record of a run is such a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvshift_lab.compare.compare_config import CompareConfig
+from kvshift_lab.core.errors import LabError
+from kvshift_lab.core.options import to_json
+from kvshift_lab.data.config import DataConfig
+from kvshift_lab.options_file import parse
+from kvshift_lab.plan.plan_config import PlanConfig
+from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
+from kvshift_lab.variants.model_config import ModelConfig
+
+YAML = """
+out: runs/mine
+steps: 2000
+seeds: 3            # of compare
+devices: 8          # of plan
+bf16: no            # which YAML takes for false
+report_to: []
+model:
+  hidden_size: 512
+  shift_targets: [v]
+  rope_theta: 500000
+optimizer:
+  learning_rate: 1e-3   # which YAML takes for text
+  schedule: cosine
+data:
+  corpus: texts/
+  sequence_length: 512
+"""
+
+
+def write(tmp_path: Path, text: str, name: str = "options.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def read(options: type, path: Path, *arguments: str):
+    return parse(options, ["--config", str(path), *arguments])
+
+
+def test_one_file_for_three_commands(tmp_path):
+    path = write(tmp_path, YAML)
+    expected = TrainConfig(
+        out=Path("runs/mine"),
+        steps=2000,
+        bf16="no",
+        report_to=(),
+        model=ModelConfig(hidden_size=512, shift_targets=("v",), rope_theta=5e5),
+        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine"),
+        data=DataConfig(corpus="texts/", sequence_length=512),
+    )
+    assert read(TrainConfig, path) == expected
+    assert read(CompareConfig, path) == CompareConfig(train=expected, seeds=3)
+    plan = read(PlanConfig, path)
+    assert (plan.steps, plan.devices, plan.bf16, plan.data.sequence_length) == (2000, 8, "no", 512)
+    assert plan.model == expected.model
+
+
+def test_the_command_line_stands_above_the_file(tmp_path):
+    path = write(tmp_path, YAML)
+    config = parse(TrainConfig, ["--steps", "7", f"--config={path}", "--model.shift-targets", "--out", "other"])
+    assert config == replace(
+        read(TrainConfig, path), steps=7, out=Path("other"), model=ModelConfig(**{**_model(path), "shift_targets": ()})
+    )
+
+
+def _model(path: Path) -> dict:
+    return vars(read(TrainConfig, path).model)
+
+
+def test_what_the_file_leaves_open_is_the_default(tmp_path):
+    path = write(tmp_path, "steps: 7\n")
+    assert read(TrainConfig, path, "--out", "x") == TrainConfig(out=Path("x"), steps=7)
+    assert read(CompareConfig, path).train == replace(CompareConfig().train, steps=7)
+    assert read(CompareConfig, write(tmp_path, "seeds: 2\n")).train.steps == 400
+    assert parse(TrainConfig, ["--out", "x"]) == TrainConfig(out=Path("x"))
+
+
+def test_out_must_be_said_somewhere(tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        read(TrainConfig, write(tmp_path, "steps: 7\n"))
+    assert left.value.code == 2
+    assert "--out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(out=Path("x"), init_from="runs/a", tokens_per_step=4096, progress=False),
+        TrainConfig(
+            out=Path("x"),
+            model=ModelConfig(shift_targets=(), config=Path("m.json"), freeze_shift=True, tie_word_embeddings=False),
+            data=DataConfig(packing="documents", streaming=True, tokenizer="gpt2"),
+            optimizer=OptimizerConfig(warmup_steps=0, epsilon=1e-9),
+        ),
+    ],
+)
+def test_a_record_gives_the_same_options(tmp_path, config):
+    record = {**to_json(config), "config_hash": "0123456789abcdef", "data_facts": {"tokens": 7}}
+    path = write(tmp_path, json.dumps(record), "config.json")
+    assert read(TrainConfig, path) == config
+    assert read(TrainConfig, path, "--out", "y") == replace(config, out=Path("y"))
+    assert read(CompareConfig, path) == CompareConfig(train=replace(config, out=CompareConfig().train.out))
+    assert read(PlanConfig, path).model == config.model
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("step: 7", "has an unknown field step; did you mean steps?"),
+        ("model: {hiden_size: 7}", r"has an unknown field model\.hiden_size; did you mean hidden_size?"),
+        ("optimizer: {lr: 7}", r"has an unknown field optimizer\.lr; known: learning_rate, schedule"),
+        ("model.hidden_size: 7", r"has an unknown field model\.hidden_size; write hidden_size below model"),
+        ("7: 7", "has an unknown field 7; known: "),
+        ("model: small", r"model must map options to values, got 'small'"),
+        ("steps: many", r"steps must be a whole number, got 'many'"),
+        ("steps: 1.5", r"steps must be a whole number, got 1\.5"),
+        ("steps: true", r"steps must be a whole number, got True"),
+        ("eval_rows: x", r"eval_rows must be a whole number or null, got 'x'"),
+        ("compile: 1", r"compile must be true or false, got 1"),
+        ("out: 7", r"out must be text, got 7"),
+        ("report_to: wandb", r"report_to must be a list, got 'wandb'"),
+        ("report_to: [7]", r"report_to must be text, got 7"),
+        ("optimizer: {schedule: linear}", r"optimizer\.schedule must be 'constant' or 'cosine' or 'wsd', got 'linear'"),
+        ("optimizer: {learning_rate: high}", r"optimizer\.learning_rate must be a number, got 'high'"),
+        ("model: {shift_targets: [k, w]}", r"model\.shift_targets must be 'q' or 'k' or 'v', got 'w'"),
+        ("- steps", "must map options to values, got list"),
+        ("", "must map options to values, got NoneType"),
+        ("a: [", "is not valid YAML"),
+    ],
+)
+def test_what_is_no_option_is_named(tmp_path, text, said):
+    with pytest.raises(LabError, match=rf"config: .*options\.yaml.* {said}"):
+        read(TrainConfig, write(tmp_path, text), "--out", "x")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(LabError, match=r"config: absent\.json cannot be read"):
+        read(TrainConfig, Path("absent.json"))
+    with pytest.raises(LabError, match=r"config: .*cut\.json cannot be read: Expecting"):
+        read(TrainConfig, write(tmp_path, '{"steps": ', "cut.json"))
+
+
+def test_plan_does_not_read_the_model_to_start_from(tmp_path):
+    with pytest.raises(LabError, match=r"names init_from \(llama\).*give the config\.json of a run"):
+        read(PlanConfig, write(tmp_path, "init_from: llama"))

@@ -1,5 +1,0 @@
-"""Figure 11: a shift of queries too."""
-
-from kvshift.recipes.language_models import figure_entry
-
-ENTRY = figure_entry("fig11", "queries too", runs=3, size="19B")
