@@ -362,7 +362,8 @@ def _unsupported_reason(cache: Cache, config: ShiftConfig, window: int) -> str |
         if layer.is_initialized and (not config.shift_targets or int(layer.get_seq_length()) > 0):
             return (
                 "already holds tokens, but not their raw keys and values, which cannot be recovered; start with an "
-                "empty cache, such as DynamicCache(config=model.config)"
+                "empty cache, such as DynamicCache(config=model.config). PEFT's prefix tuning gives such a cache: use "
+                "prompt tuning or LoRA in its place"
             )
         if type(layer) not in KINDS:
             return f"has a {type(layer).__name__}, which cannot carry raw keys and values"
