@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshift.layers import KVShift
-from kvshift.layers.recompute import SAVE_ALL
 from kvshift.models.decoder import Finish
 from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import Results, _finish
@@ -114,11 +113,11 @@ def shift_and_cache(
     rotary: Rotary | None = None,
     norms: Norms | None = None,
     finish: Finish | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Any]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shift q, k and v of one layer, apply norms and rotation, and append k and v to the cache.
 
-    `finish`, if given, is applied to shifted q and k in place of `rotary` and `norms`. Returns q (B, H, T, D), k and v
-    (B, G, length, D) including the cached ones, and a context for attention.
+    `finish`, if given, is applied to shifted q and k in place of `rotary` and `norms`. Returns q (B, H, T, D),
+    and k and v (B, G, length, D) including the cached ones.
     """
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is None or not shift.targets:
@@ -129,4 +128,4 @@ def shift_and_cache(
     if finish is not None:
         q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return q, *((k, v) if cache is None else cache.update(k, v, layer_idx)), SAVE_ALL
+    return q, *((k, v) if cache is None else cache.update(k, v, layer_idx))

@@ -87,7 +87,7 @@ class AttentionMixin(ShiftedAttention):
         cache: Cache | None = None,
         **where: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value, keep_raw = shift_and_cache(
+        query, key, value = shift_and_cache(
             self.shift,
             *self.project(hidden_states),
             past_key_values if cache is None else cache,
@@ -97,8 +97,7 @@ class AttentionMixin(ShiftedAttention):
             rotary=position_embeddings,
             norms=(self.q_norm, self.k_norm) if self.qk_norm else None,
         )
-        with keep_raw:
-            output, weights = self.attend(query, key, value, attention_mask=attention_mask, **where)
+        output, weights = self.attend(query, key, value, attention_mask=attention_mask, **where)
         return self.output(output), weights
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,8 @@
-"""The formulas of `kvshift_lab.plan.cost` against counts on the models that they describe."""
+"""The formulas of `kvshift_lab.study.cost` against counts on the models that they describe."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM, size_config
-from kvshift_lab.plan.cost import cache_size, count_parameters, training_flops, training_memory
+from kvshift_lab.study.cost import count_parameters, training_flops, training_memory
 from kvshift_lab.training.optimizer import recompute_activations
 from tests.covering import covering
 from tests.models.llama.tiny import SIZES as SMALL
@@ -19,6 +20,7 @@ from tests.models.llama.tiny import SIZES as SMALL
 OWN = {"vocab_size": 211, "intermediate_size": 109, "num_hidden_layers": 3, "attention_bias": False}
 TINY: dict[str, Any] = {**SMALL, **OWN}
 ROWS, TOKENS = 5, 67
+PAGE = Path(__file__).parents[3] / "docs/choose_a_size.md"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "kv": {},
@@ -183,14 +185,22 @@ def test_busiest_moment_of_a_step(busy: tuple[dict[str, Any], int, float], preci
     assert expected.total - expected.optimizer == pytest.approx(busiest(model, rows, precision), rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["kv", "vanilla", "qkv, window 3", "every head its own"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_cache_is_the_one_that_decoding_fills(name: str, precision: Any) -> None:
-    model = tiny(**VARIANTS[name]).eval().to(torch.bfloat16 if precision == "bf16" else torch.float32)
-    with torch.no_grad():
-        cache = model(input_ids=ids(1, 13), use_cache=True).past_key_values
-    expected = cache_size(model.config, precision)
-    assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) == 13 * expected.per_token
-    states = [layer.shift_state for layer in cache.layers if getattr(layer, "shift_state", None) is not None]
-    tensors = [tensor for state in states for tensor in (state.k, state.v, state.q) if tensor is not None]
-    assert sum(tensor.nbytes for tensor in tensors) == expected.per_sequence
+def test_the_page_has_these_numbers() -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if "B | " in line]
+    assert [row[0] for row in rows] == list(SIZES)
+    for size, parameters, shift, length, gflop, batch, *memory in rows:
+        config = size_config(size)
+        counted = count_parameters(config)
+        assert (parameters, shift) == (f"{counted.total / 1e6:,.0f}", f"{counted.shift:,}")
+        tokens = config.max_position_embeddings
+        assert (length, gflop) == (f"{tokens:,}", f"{training_flops(config, tokens).model / 1e9:.3g}")
+        at_peak = training_memory(
+            config,
+            rows=int(batch),
+            sequence_length=tokens,
+            gradient_checkpointing=True,
+            sharding="fsdp",
+            devices=8,
+        )
+        stored = at_peak.weights + at_peak.gradients + at_peak.optimizer + at_peak.copies
+        assert memory == [f"{x / 2**30:.1f}" for x in (stored, at_peak.kept, at_peak.working, at_peak.total)]

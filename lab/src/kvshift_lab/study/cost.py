@@ -9,40 +9,13 @@ these models. bfloat16 means autocast: weights, gradients, optimizer and residua
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal
 
-if TYPE_CHECKING:
-    from kvshift.models.llama import KVShiftLlamaConfig
+from kvshift.models.llama import KVShiftLlamaConfig
 
 Precision = Literal["bf16", "fp32"]
 Sharding = Literal["none", "ddp", "fsdp"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaShape:
-    """The fields of a `KVShiftLlamaConfig` that determine its cost, usable without importing torch."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    shift_targets: Sequence[str] = ("k", "v")
-    shift_window: int = 2
-    shift_constraint: str = "free"
-
-
-Llama: TypeAlias = "KVShiftLlamaConfig | LlamaShape"
 
 
 @dataclass(frozen=True)
@@ -64,7 +37,7 @@ class Parameters:
     multiplied: int
 
 
-def count_parameters(config: Llama) -> Parameters:
+def count_parameters(config: KVShiftLlamaConfig) -> Parameters:
     """Count the parameters of `KVShiftLlamaForCausalLM(config)`.
 
     A layer has 2EHD + 2EGD parameters in attention, 3EF in the MLP and 2E in its norms; W coefficients for each head
@@ -113,7 +86,7 @@ class Flops:
         return self.matrices + self.attention + self.shift
 
 
-def training_flops(config: Llama, sequence_length: int, *, causal: bool = True) -> Flops:
+def training_flops(config: KVShiftLlamaConfig, sequence_length: int, *, causal: bool = True) -> Flops:
     """Count the FLOPs of training per token. The backward pass costs twice the forward, for inputs and for weights.
 
         matrices   6 * (parameters in matrices, including the head)
@@ -137,32 +110,6 @@ def training_flops(config: Llama, sequence_length: int, *, causal: bool = True) 
     # torch's checkpoint stops before it, because the backward pass does not need its result.
     last = layers * config.hidden_size * config.intermediate_size
     return Flops(6.0 * multiplied, attention, float(shift), 2.0 * (multiplied - head - last) + attention / 3)
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """Memory of the cache when decoding one sequence.
-
-    Attributes:
-        per_token: Bytes per cached token: shifted keys and values.
-        per_sequence: Bytes per sequence of any length: raw keys and values (and queries, if shifted) of the last W - 1
-            tokens.
-    """
-
-    per_token: int
-    per_sequence: int
-
-
-def cache_size(config: Llama, precision: Precision) -> CacheSize:
-    """Return the bytes of the cache: 2LGDc per token and, with a shift, 2LGDc(W - 1) per sequence.
-
-    Shifted queries add LHDc(W - 1) per sequence. A sliding window limits the number of cached tokens.
-    """
-    heads, kv_heads, size = _heads(config)
-    of_head = config.num_hidden_layers * size * _itemsize(precision)
-    row = 2 * kv_heads * of_head
-    raw = row + (heads * of_head if "q" in config.shift_targets else 0)
-    return CacheSize(row, raw * (config.shift_window - 1) if config.shift_targets else 0)
 
 
 @dataclass(frozen=True)
@@ -192,7 +139,7 @@ class Memory:
 
 
 def training_memory(
-    config: Llama,
+    config: KVShiftLlamaConfig,
     *,
     rows: int,
     sequence_length: int,
@@ -258,7 +205,7 @@ def training_memory(
     )
 
 
-def _kept_by_layer(config: Llama, sequence_length: int, precision: Precision) -> int:
+def _kept_by_layer(config: KVShiftLlamaConfig, sequence_length: int, precision: Precision) -> int:
     """Return the bytes of activations that a layer saves per token; see `training_memory` for the formula."""
     itemsize, (heads, kv_heads, size) = _itemsize(precision), _heads(config)
     query, key = heads * size, kv_heads * size
@@ -272,13 +219,13 @@ def _kept_by_layer(config: Llama, sequence_length: int, precision: Precision) ->
     return stream + attention + shift + 4 * config.intermediate_size * itemsize
 
 
-def _shifted_heads(config: Llama) -> list[int]:
+def _shifted_heads(config: KVShiftLlamaConfig) -> list[int]:
     """Return the number of heads of each target of the shift."""
     heads, kv_heads, _ = _heads(config)
     return [heads if target == "q" else kv_heads for target in config.shift_targets]
 
 
-def _heads(config: Llama) -> tuple[int, int, int]:
+def _heads(config: KVShiftLlamaConfig) -> tuple[int, int, int]:
     """Return H, G and D."""
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     assert kv_heads is not None  # None only in transformers' annotation

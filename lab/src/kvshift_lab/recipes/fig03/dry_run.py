@@ -2,7 +2,8 @@
 
 Every operation of a step with FSDP2 is called with the shapes that one process of many would have: the model is built,
 sharded layer by layer, run forward and backward, and stepped by AdamW. The memory of that process is counted from its
-tensors, as a check of the formulas in `cost.py`. Nothing is computed, no memory is allocated, and no time is estimated.
+tensors, as a check of the formulas in `kvshift_lab.study.cost`. Nothing is computed, no memory is allocated, and no
+time is estimated.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from kvshift.models.llama import KVShiftLlamaConfig
-from kvshift_lab.plan.cost import count_parameters, training_memory
-from kvshift_lab.plan.dry_run import dry_run
+from kvshift_lab.recipes.fig03.dry_run import dry_run
+from kvshift_lab.study.cost import count_parameters, training_memory
 from kvshift_lab.variants.building import llama_config
 from kvshift_lab.variants.model_config import ModelConfig
 
