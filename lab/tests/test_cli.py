@@ -107,7 +107,7 @@ def test_help_of_a_command_imports_its_options_alone(name, imported):
 
 
 def test_listing_the_recipes_needs_no_torch(imported):
-    assert "kvshift_lab.recipes.listing" in imported["reproduce"]
+    assert "kvshift_lab.commands.reproduce.command" in imported["reproduce"]
     assert not imported["reproduce"] & HEAVY
     assert len(imported["reproduce"]) < 400
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshift_lab.compare.compare_config import CompareConfig
+from kvshift_lab.commands.compare.options import CompareConfig
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.config import DataConfig

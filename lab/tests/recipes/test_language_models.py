@@ -31,7 +31,7 @@ ALIKE = [0.02, 0.021, 0.019]
 
 
 def made(
-    variant: str, point: GridPoint, loss: float, *, seed: int = 0, rate: float = 8e-3, tunes: bool = False
+    variant: str, point: GridPoint, loss: float, *, seed: int = 0, rate: float = 8e-3, tuning: bool = False
 ) -> Record:
     width = {12: 768, 4: 64, 2: 64}[point.layers]
     options = {
@@ -44,7 +44,7 @@ def made(
     arm = arm_at(point, variant)
     curve = {"step": [100, 200], "loss": [loss + 1, loss]}
     record = made_up(arm, seed, curve=curve, options=options)
-    return replace(record, arm=replace(arm, rate=rate), tunes=arm) if tunes else record
+    return replace(record, arm=replace(arm, rate=rate), tuning_for=arm) if tuning else record
 
 
 def seeds(losses: Mapping[str, Sequence[float]], points: Sequence[GridPoint] = (GridPoint(2, 128),)) -> list[Record]:
@@ -61,7 +61,7 @@ def paper_grid(variant: str, flip: float = 1.0) -> list[Record]:
     """Return the paper's cells as tuning runs, and a run per length at one rate; `flip` = -1 reverses their order."""
     found = []
     for (rate, length), loss in LOSSES[variant].items():
-        found.append(made(variant, GridPoint(12, length), flip * loss, seed=1000, rate=rate, tunes=True))
+        found.append(made(variant, GridPoint(12, length), flip * loss, seed=1000, rate=rate, tuning=True))
     lengths = {length for _, length in LOSSES[variant]}
     return found + [made(variant, GridPoint(12, length), flip * 3.3, rate=2e-3) for length in sorted(lengths)]
 
@@ -90,10 +90,10 @@ def test_equal_runs_of_two_recipes_have_one_name_and_runs_of_one_name_are_equal(
         tuning = [] if grid is None else tuning_jobs(recipe.jobs(preset, grid.seeds), grid)
         for job in [*jobs, *tuning]:
             assert isinstance(job, StudyJob)
-            run, text = (job.arm, job.seed, job.tunes), repr(job.config)
+            run, text = (job.arm, job.seed, job.tuning_for), repr(job.config)
             shared += run in by_name
             assert by_name.setdefault(run, text) == text
-            if job.tunes is None:
+            if job.tuning_for is None:
                 assert by_config.setdefault(text, run) == run
     assert shared > 20
 
@@ -173,7 +173,7 @@ def test_the_laptops_cells_stand_beside_those_of_four_times_the_length_and_a_qua
     points = [GridPoint(2, 64), GridPoint(2, 128), GridPoint(4, 128)]
     records = seeds({"vanilla": ALIKE}, points)
     records += [
-        made("vanilla", point, 3.0 + rate, seed=1000, rate=rate, tunes=True)
+        made("vanilla", point, 3.0 + rate, seed=1000, rate=rate, tuning=True)
         for point in points
         for rate in (4e-3, 8e-3)
     ]
@@ -185,8 +185,8 @@ def test_the_laptops_cells_stand_beside_those_of_four_times_the_length_and_a_qua
 
 def test_a_cell_that_diverged_says_so_and_is_never_the_best() -> None:
     point = GridPoint(2, 128)
-    good = made("vanilla", point, 3.5, seed=1000, rate=4e-3, tunes=True)
-    bad = replace(made("vanilla", point, 2.5, seed=1000, rate=8e-3, tunes=True), result={"diverged_at": 7})
+    good = made("vanilla", point, 3.5, seed=1000, rate=4e-3, tuning=True)
+    bad = replace(made("vanilla", point, 2.5, seed=1000, rate=8e-3, tuning=True), result={"diverged_at": 7})
     assert has_diverged(bad)
     assert best_rates([good, bad], LEAST_LOSS) == {arm_at(point, "vanilla"): 4e-3}
     records = [good, bad, *seeds({"vanilla": ALIKE})]

@@ -14,7 +14,7 @@ from transformers import TrainerControl
 from kvshift_lab.core.options import to_json
 from kvshift_lab.recipes.phase import phase_search
 from kvshift_lab.recipes.phase import study as phase
-from kvshift_lab.recipes.phase.changes import PhaseChanges
+from kvshift_lab.recipes.phase.changes import InductionOnset
 from kvshift_lab.recipes.phase.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_per_step, tokens_to_level
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.recipe import Record
@@ -160,7 +160,7 @@ def test_where_the_gain_is():
 
 def test_gains_at_each_moment_are_those_of_a_slow_loop():
     given = records(FIVE, LATER, GAINS)
-    changes = PhaseChanges(given)
+    changes = InductionOnset(given)
     moments = changes.moments(2)
     assert [*moments] == [
         "half way to KV-shift's change",
@@ -172,7 +172,7 @@ def test_gains_at_each_moment_are_those_of_a_slow_loop():
         assert [*moments[name].values()] == pytest.approx(expected)
         for loss, part in zip(LOSSES, (1, 2, 0.5, -0.1), strict=True):
             assert changes.gains(2, loss, moments[name]) == pytest.approx([part * gain for gain in GAINS])
-    assert "at vanilla's change" not in PhaseChanges(records(FIVE, [*LATER[:4], math.inf], GAINS)).moments(1)
+    assert "at vanilla's change" not in InductionOnset(records(FIVE, [*LATER[:4], math.inf], GAINS)).moments(1)
     (last,) = [line for line in phase.tables(given).splitlines() if line.startswith("| 2 layers | at the end")]
     assert f"{statistics.fmean(GAINS):+.3f}" in last
 

@@ -91,7 +91,9 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
             options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
             final = 0.99 if rate == best else 0.5
             records.append(
-                replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=arm_from_label(label))
+                replace(
+                    made_up(label, 1000, curve=curve(0.1, final), options=options), tuning_for=arm_from_label(label)
+                )
             )
     write_records(path, records)
     text = results_page(complete_presets(results))

@@ -144,7 +144,7 @@ def test_a_run_from_before_an_option_resumes(finished, corpus, tmp_path, there):
     assert_same_run(out, finished)
     (out / "result.json").unlink()
     config = tiny(corpus, out)
-    with pytest.raises(LabError, match=r"model\.attention_bias: (None|False) there, True here"):
+    with pytest.raises(LabError, match=r"model\.attention_bias: recorded (None|False), given True"):
         train(replace(config, model=replace(config.model, attention_bias=True)))
 
 

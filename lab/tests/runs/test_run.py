@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift_lab.cli import main
-from kvshift_lab.compare.samples import sample
+from kvshift_lab.commands.compare.samples import sample
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.runs.loading import load_trained
 from kvshift_lab.runs.run import read_run
@@ -61,7 +61,7 @@ def test_it_resumes_with_the_same_bits(smeared: Path, corpus: Path, tmp_path: Pa
     train(tiny(corpus, run, model={"variant": "smear"}, data={"packing": "documents"}))
     assert_same_run(run, smeared)
     (run / "result.json").unlink()
-    with pytest.raises(LabError, match=r"model\.variant: 'smear' there, None here"):
+    with pytest.raises(LabError, match=r"model\.variant: recorded 'smear', given None"):
         train(tiny(corpus, run, data={"packing": "documents"}))
 
 

@@ -182,7 +182,7 @@ def padding_mask(attention_mask: Tensor | None, positions: int) -> Tensor | None
         return None
     latest_BT = attention_mask[:, attention_mask.shape[1] - positions :]
     real_BT = latest_BT == 1
-    if _statically_true(real_BT.all()):
+    if _true_unless_tracing(real_BT.all()):
         return None
     if latest_BT.dtype != torch.bool:
         _require(
@@ -257,9 +257,9 @@ def pair_structure(
         "cannot begin with the first token after a cache. A position that does not see itself is padding, which no "
         "token may see",
     )
-    padding = None if _statically_true(real_BT.all()) else real_BT.expand(batch, -1)
+    padding = None if _true_unless_tracing(real_BT.all()) else real_BT.expand(batch, -1)
     documents_BT = begins_BT & (before_BT >= 0)
-    return padding, None if _statically_true(~documents_BT.any()) else documents_BT.cumsum(1).expand(batch, -1)
+    return padding, None if _true_unless_tracing(~documents_BT.any()) else documents_BT.cumsum(1).expand(batch, -1)
 
 
 def document_index(
@@ -289,7 +289,7 @@ def document_index(
     if positions <= 1:
         return None
     starts_BT = document_starts(named_BT, real_BT, step=step)
-    return None if _statically_true(~starts_BT.any()) else starts_BT.cumsum(1)
+    return None if _true_unless_tracing(~starts_BT.any()) else starts_BT.cumsum(1)
 
 
 def document_offsets(documents: Tensor, seen: int | Tensor, begun: Tensor | None) -> Tensor:
@@ -311,7 +311,7 @@ def tokens_with_gaps(attention_mask: Tensor) -> Tensor | None:
     """Return which tokens are real, (B, length) bool, if a row has padding between two tokens; else None."""
     real = attention_mask != 0
     ended = (real[:, :-1] & ~real[:, 1:]).cumsum(1) > 0  # a token up to here is followed by padding
-    return None if _statically_true(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
+    return None if _true_unless_tracing(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
 
 
 def offsets_without_gaps(offsets: Tensor, attention_mask: Tensor, seen: int | Tensor) -> Tensor:
@@ -422,6 +422,6 @@ def _require(condition: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def _statically_true(condition: Tensor) -> bool:
+def _true_unless_tracing(condition: Tensor) -> bool:
     """Return True if `condition` holds; False in traced code, because a traced graph must not depend on data."""
     return not is_torchdynamo_compiling() and not torch.jit.is_tracing() and bool(condition)

@@ -30,7 +30,7 @@ _PARTS = {"model", "optimizer", "data"}  # options that are JSON objects; runs o
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where training starts: after which step, and from which checkpoint (None: from the initial weights)."""
 
     step: int
@@ -108,7 +108,7 @@ def start_or_resume(
     *,
     extend: bool | None = None,
     overwrite: bool = False,
-) -> Start:
+) -> ResumePoint:
     """Record the options and the environment of a new run, or check those of a run to resume and find its checkpoint.
 
     Args:
@@ -116,7 +116,7 @@ def start_or_resume(
         options: all options as JSON, resolved.
         processes: processes of the run.
         say: reports each checkpoint that is set aside, and where the run resumes.
-        facts: facts about the data from `data_facts`, if the options do not determine the data.
+        facts: facts about the data from `data_fingerprint`, if the options do not determine the data.
         extend: as in `check_folder`.
         overwrite: whether to remove the run in the folder first.
     """
@@ -128,7 +128,7 @@ def start_or_resume(
         write_json(folder.environment, here)
         known = {} if facts is None else {"data_facts": facts}
         write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
-        return Start(0, None)
+        return ResumePoint(0, None)
 
     longer = extend is not None and is_extension(old, options)
     refuse_other_options(folder, {**old, "steps": options["steps"]} if longer else old, options)
@@ -144,7 +144,7 @@ def start_or_resume(
     again = {"step": step, **here}
     before = first.get("continued")
     write_json(folder.environment, {**first, "continued": [*(before if isinstance(before, list) else []), again]})
-    return Start(step, None if checkpoint is None else str(checkpoint))
+    return ResumePoint(step, None if checkpoint is None else str(checkpoint))
 
 
 def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def resolved_model(config: ShiftConfig) -> dict[str, Any]:
     return {**values, "rope_theta": rope.get("rope_theta"), "shift_targets": list(config.shift_targets)}
 
 
-def data_facts(data: TextData) -> dict[str, Any]:
+def data_fingerprint(data: TextData) -> dict[str, Any]:
     """Return numbers of sequences and digests, by which a resumed run verifies that data and tokenizer are the same."""
     facts: dict[str, Any] = {
         "tokens": len(data.tokenizer),

@@ -31,15 +31,15 @@ from kvshift_lab.runs.pretrained import (
     with_tokenizer,
 )
 from kvshift_lab.runs.processes import Processes
-from kvshift_lab.runs.resume import data_facts, resolved_model, start_or_resume
+from kvshift_lab.runs.resume import data_fingerprint, resolved_model, start_or_resume
 from kvshift_lab.training.probes import check_probes
 from kvshift_lab.training.running import (
     add_callbacks,
+    explain_training_errors,
     fit,
-    friendly_errors,
     fsdp_is_ignored,
-    open_run,
     peak_memory,
+    prepare_run_folder,
     resolve_defaults,
     save_model,
     training_arguments,
@@ -80,9 +80,9 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
     smaller = (
         f"Give a smaller batch_size (now {config.batch_size}) with the same tokens_per_step, or gradient_checkpointing"
     )
-    with friendly_errors(config, smaller), ExitStack() as stack:
+    with explain_training_errors(config, smaller), ExitStack() as stack:
         stack.callback(processes.end)  # also after errors: a process that exits without it may be aborted
-        if processes.main_first(lambda: open_run(stack, folder, config, to_json(config))):
+        if processes.main_first(lambda: prepare_run_folder(stack, folder, config, to_json(config))):
             say(f"{config.out} already contains this run, finished; its results are in {folder.result}")
         else:
             _run(stack, config, folder, processes, say, callbacks)
@@ -120,7 +120,7 @@ def _run(
     config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolve_defaults(config))
     options = to_json(config)
     options["model"] |= resolved_model(model_config)
-    facts = data_facts(data)
+    facts = data_fingerprint(data)
     frozen = config.model.freeze_shift
     if source is None:
         model = build_model(

@@ -31,7 +31,7 @@ from kvshift_lab.training.optimizer import adamw
 from kvshift_lab.training.probes import probe_heads, probe_targets, summarize_targets
 from kvshift_lab.training.tensor_parallel import gather_optimizer_state, tensor_parallel_size
 from kvshift_lab.training.train_config import RunConfig
-from kvshift_lab.variants.building import declare_plain_llama
+from kvshift_lab.variants.building import rewrite_config_as_llama
 
 # File in checkpoints made between two lines of metrics: the step after which the current mean loss begins, and the sum
 # of the losses so far in each process.
@@ -190,7 +190,7 @@ class RunTrainer(Trainer):
 
     def _mark_complete(self, folder: Path) -> None:
         self._before_save()
-        declare_plain_llama(folder)
+        rewrite_config_as_llama(folder)
         mark_complete(folder)
 
     def _collectively(self, folder: Path, write: Callable[[], None]) -> None:

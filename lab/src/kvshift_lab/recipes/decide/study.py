@@ -12,7 +12,7 @@ from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.core.statistics import difference_interval
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.recipes.decide import ENTRY
-from kvshift_lab.recipes.phase.changes import KIND_NAMES, PhaseChanges, draw_changes, draw_copying_level, mean_text
+from kvshift_lab.recipes.phase.changes import KIND_NAMES, InductionOnset, draw_changes, draw_copying_level, mean_text
 from kvshift_lab.recipes.phase.phase_search import BASE
 from kvshift_lab.study.arm import layers_text, pair
 from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss, question
@@ -89,7 +89,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     """
     if all(record.seed >= ENTRY.presets["pilot"].first_seed for record in records):
         return []
-    changes = PhaseChanges(records)
+    changes = InductionOnset(records)
     at_end = {layers: changes.gains(layers, "loss", changes.last_steps(layers)) for layers in changes.depths}
     mean = [statistics.fmean(of_seed) for of_seed in zip(*at_end.values(), strict=True)]
     depths = ", ".join(map(str, changes.depths))
@@ -122,7 +122,7 @@ def _lower(where: str, gains: Sequence[float], note: str) -> list[Claim]:
     return [lower, enough]
 
 
-def _kind(changes: PhaseChanges, layers: int, kind: str) -> Claim:
+def _kind(changes: InductionOnset, layers: int, kind: str) -> Claim:
     gains = changes.gains(layers, f"loss_{kind}", changes.last_steps(layers))
     return question(
         statement=f"{layers_text(layers)}, at the end, {KIND_NAMES[kind]}: KV shift has a lower loss",
@@ -134,7 +134,7 @@ def _kind(changes: PhaseChanges, layers: int, kind: str) -> Claim:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Plot prefix matching and the losses by kind of target over tokens, in a row for each depth."""
-    changes = PhaseChanges(records)
+    changes = InductionOnset(records)
     names = {
         "prefix_matching": "prefix matching",
         "loss_pair_seen": "loss, pair seen before",
@@ -163,5 +163,5 @@ RECIPE = Recipe(
     arms=arms,
     plot=plot,
     claims=claims,
-    tables=lambda records: PhaseChanges(without_tuning_runs(records)).table(),
+    tables=lambda records: InductionOnset(without_tuning_runs(records)).table(),
 )

@@ -22,7 +22,7 @@ from kvshift_lab.study.claims import Claim, higher, lower_loss, question
 from kvshift_lab.study.jobs import TextJob, pairs_of_depths
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, last_loss, value_at
 from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift_lab.variants.by_name import PAIR
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 from kvshift_lab.variants.model_config import ModelConfig
 
 LAPTOP = TrainConfig(
@@ -98,7 +98,7 @@ class Losses:
 
     def gains(self, layers: int, *, equal_compute: bool = False) -> list[float]:
         """Return by how much the loss of each seed is lower with KV shift."""
-        ours, theirs = (self.of(layers, variant, equal_compute=equal_compute) for variant in PAIR)
+        ours, theirs = (self.of(layers, variant, equal_compute=equal_compute) for variant in SHIFTED_AND_VANILLA)
         return [other - one for one, other in zip(ours, theirs, strict=True)]
 
     def _runs(self, layers: int, variant: str) -> Mapping[int, Record]:
@@ -122,7 +122,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     steps, found = records[0].options["steps"], []
     for equal in (False, True):
         for layers in losses.depths[1:] if equal else losses.depths:
-            ours, theirs = (losses.of(layers, variant, equal_compute=equal) for variant in PAIR)
+            ours, theirs = (losses.of(layers, variant, equal_compute=equal) for variant in SHIFTED_AND_VANILLA)
             when = f"With the compute of {layers_text(least)}" if equal else f"After {steps:,} steps"
             found.append(
                 lower_loss(

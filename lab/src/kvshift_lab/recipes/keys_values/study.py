@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.recipes.decide import study as decide
 from kvshift_lab.recipes.keys_values import ENTRY
-from kvshift_lab.recipes.phase.changes import PhaseChanges, draw_changes, draw_copying_level
+from kvshift_lab.recipes.phase.changes import InductionOnset, draw_changes, draw_copying_level
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim
 from kvshift_lab.study.jobs import TextJob
@@ -48,7 +48,7 @@ def arms(preset: str) -> list[TextJob]:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return which of two arms begins to copy sooner, and which has the lower loss at the end, for each two arms."""
-    changes = PhaseChanges(records)
+    changes = InductionOnset(records)
     pairs = ((KEYS, VALUES), (BOTH, KEYS), (BOTH, VALUES))
     return [
         *(changes.sooner_claim(ours, theirs) for ours, theirs in pairs),
@@ -58,7 +58,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Plot prefix matching, and the loss on pairs of tokens seen before and on all targets, over tokens."""
-    changes = PhaseChanges(records)
+    changes = InductionOnset(records)
     titles = {
         "prefix_matching": "Prefix matching of the best head",
         "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",

@@ -39,7 +39,7 @@ Cells = Mapping[tuple[GridPoint, float], float | None]
 
 def by_cell(records: Sequence[Record], variant: str) -> Cells:
     """Return the losses of a variant's runs in the learning-rate search: one run per cell, as in the paper."""
-    runs = by_tuned_arm([record for record in records if record.tunes is not None])
+    runs = by_tuned_arm([record for record in records if record.tuning_for is not None])
     return {
         (point, rate): None if has_diverged(found[0]) else last_loss(found[0])
         for point in grid_points_of(records)

@@ -23,7 +23,7 @@ from kvshift_lab.training.probes import KINDS
 
 
 @dataclass(frozen=True)
-class PhaseChanges:
+class InductionOnset:
     """When each model begins to copy (its "change"), and what the shift gains before, at and after that point.
 
     Attributes:
@@ -165,7 +165,7 @@ def mean_text(gains: Sequence[float]) -> str:
 
 def plot_changes(records: Sequence[Record]) -> Figure:
     """Plot prefix matching and losses by kind of target over tokens, and mark when each model begins to copy."""
-    changes = PhaseChanges(records)
+    changes = InductionOnset(records)
     titles = {
         "prefix_matching": "Prefix matching: attention of the best head to the token that followed last time",
         "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
@@ -185,7 +185,7 @@ def plot_changes(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def draw_changes(axes: Axes, changes: PhaseChanges, arms: Mapping[Arm, str], name: str) -> None:
+def draw_changes(axes: Axes, changes: InductionOnset, arms: Mapping[Arm, str], name: str) -> None:
     """Draw a curve of some arms over tokens, with an upright line where an arm begins to copy.
 
     Args:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.recipes.phase import ENTRY, phase_search
-from kvshift_lab.recipes.phase.changes import PhaseChanges, mean_text, plot_changes
+from kvshift_lab.recipes.phase.changes import InductionOnset, mean_text, plot_changes
 from kvshift_lab.recipes.phase.phase_search import Setting
 from kvshift_lab.study.arm import Arm, layers_text, pair
 from kvshift_lab.study.claims import Claim, Direction, higher, question
@@ -60,10 +60,10 @@ def _is_search(records: Sequence[Record]) -> bool:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claims of the search, or those about when models begin to copy and the gain before and after that."""
-    return phase_search.claims(records) if _is_search(records) else _claims(PhaseChanges(records))
+    return phase_search.claims(records) if _is_search(records) else _claims(InductionOnset(records))
 
 
-def _claims(changes: PhaseChanges) -> list[Claim]:
+def _claims(changes: InductionOnset) -> list[Claim]:
     found = [changes.sooner_claim(*pair(layers=layers)) for layers in changes.depths]
     one_for_two = (
         Arm(variant="kv-shift", layers=changes.depths[0]),
@@ -79,7 +79,7 @@ def _claims(changes: PhaseChanges) -> list[Claim]:
     return found
 
 
-def _survives(changes: PhaseChanges, layers: int) -> Claim:
+def _survives(changes: InductionOnset, layers: int) -> Claim:
     """Return the recipe's main question; it is "not shown" unless vanilla begins to copy in all seeds."""
     theirs = changes.steps_to_change(Arm(variant="vanilla", layers=layers))
     last_steps = changes.last_steps(layers)
@@ -102,7 +102,7 @@ def plot(records: Sequence[Record]) -> Figure:
 def tables(records: Sequence[Record]) -> str:
     """Return the table of all settings of the search, or of the gains by kind of target at each moment."""
     shown = without_tuning_runs(records)
-    return phase_search.table(shown) if _is_search(shown) else PhaseChanges(shown).table()
+    return phase_search.table(shown) if _is_search(shown) else InductionOnset(shown).table()
 
 
 RECIPE = Recipe(

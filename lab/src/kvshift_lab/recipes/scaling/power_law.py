@@ -27,7 +27,7 @@ from kvshift_lab.study.models import llama_config_from_record
 from kvshift_lab.study.notes import read_notes
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
 from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift_lab.variants.by_name import PAIR, VARIANTS, with_variant
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS, with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 
 _LAPTOP = replace(
@@ -83,7 +83,7 @@ def _arms(preset: str, *, longer: bool) -> list[StudyJob]:
     return [
         StudyJob(arm=replace(arm, variant=variant), config=replace(config, model=with_variant(config.model, variant)))
         for arm, config in reversed(runs)
-        for variant in PAIR
+        for variant in SHIFTED_AND_VANILLA
     ]
 
 
@@ -121,7 +121,7 @@ def _by_size(records: Sequence[Record], *, longer: bool = False) -> list[_Runs]:
     sizes = dict.fromkeys(replace(arm, variant=None) for arm in models if (arm.steps is not None) == longer)
     found = []
     for size in sizes:
-        ours, theirs = ([*models[replace(size, variant=variant)].values()] for variant in PAIR)
+        ours, theirs = ([*models[replace(size, variant=variant)].values()] for variant in SHIFTED_AND_VANILLA)
         found.append(_Runs(size.label, ours, theirs))
     return sorted(found, key=lambda runs: runs.size)
 
@@ -254,10 +254,10 @@ def plot_scaling(records: Sequence[Record]) -> Figure:
     (longer,) = _by_size(records, longer=True)
     titles = ["Loss by size; dotted: the largest trained", longer.name]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS], height=3.6)
-    sizes, colors = _by_size(records), colors_of(VARIANTS[variant].label for variant in PAIR)
+    sizes, colors = _by_size(records), colors_of(VARIANTS[variant].label for variant in SHIFTED_AND_VANILLA)
     first, last = sizes[0].size, 10 * sizes[-1].size
     grid = [first * (last / first) ** (step / 40) for step in range(41)]
-    for number, (variant, fit) in enumerate(zip(PAIR, _fits(records), strict=True)):
+    for number, (variant, fit) in enumerate(zip(SHIFTED_AND_VANILLA, _fits(records), strict=True)):
         label = VARIANTS[variant].label
         at = [fit.at(size) for size in grid]
         marker = marker_of(label, colors)
@@ -279,7 +279,7 @@ def plot_scaling(records: Sequence[Record]) -> Figure:
 def _draw_runs(axes: Axes, runs: _Runs) -> None:
     curves = {
         VARIANTS[variant].label: {seed: accuracy_curve(record, "loss") for seed, record in enumerate(found)}
-        for variant, found in zip(PAIR, (runs.ours, runs.theirs), strict=True)
+        for variant, found in zip(SHIFTED_AND_VANILLA, (runs.ours, runs.theirs), strict=True)
     }
     draw_means(axes, curves)
 
