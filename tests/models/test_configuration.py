@@ -67,6 +67,7 @@ def test_a_converted_model_with_such_a_field_is_loaded(tmp_path, family):
 PLANNED = {
     **MODELS,
     **RETROFITTED,
+    "Llama, tied": lambda: tiny_model(tie_word_embeddings=True),
     "Llama, QK-norm": lambda: tiny_model(qk_norm=True),
     "Llama, QK-norm without shift": lambda: tiny_model(qk_norm=True, shift_targets=[]),
     "Llama, gate, keys alone": lambda: tiny_model(shift_constraint="gate", shift_targets=["k"]),

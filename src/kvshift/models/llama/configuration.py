@@ -37,12 +37,17 @@ class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
         """Plan of tensor parallelism, for exactly the modules that the model has."""
-        attention, plan = "layers.*.self_attn", dict(LlamaConfig.base_model_tp_plan or {})
+        attention = "layers.*.self_attn"
+        plan = dict(vars(self).get("base_model_tp_plan") or LlamaConfig.base_model_tp_plan or {})
         for target in self.shift_targets:  # coefficients are sharded like their heads
             plan[f"{attention}.shift.{COEFFICIENT_NAMES[target]}"] = "colwise"
         if self.qk_norm:  # shared by all heads: each rank has the part of their gradients that comes from its heads
             plan |= dict.fromkeys((f"{attention}.q_norm", f"{attention}.k_norm"), "replicated_with_grad_allreduce")
         return plan
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        vars(self)["base_model_tp_plan"] = plan  # transformers 5.16 adds an entry for tied embeddings
 
 
 def size_config(name: str, **changes: Any) -> KVShiftLlamaConfig:
