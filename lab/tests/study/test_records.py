@@ -223,7 +223,7 @@ def test_a_process_killed_while_it_writes_leaves_the_file_whole(
 
 def test_what_a_run_filled_in_does_not_differ() -> None:
     """Device, precision and vocabulary are filled in, and facts about the data are not compared."""
-    job: Any = find_recipe("depth").jobs("laptop", [0])[0]
+    job: Any = find_recipe("decide").jobs("laptop", [0])[0]
     job = replace(job, config=replace(job.config, data=replace(job.config.data, vocab_size=None)))
     asked = kinds.to_json(job.config)
     assert asked["device"] == "auto"
@@ -240,6 +240,6 @@ def test_what_a_run_filled_in_does_not_differ() -> None:
 
 
 def test_the_page_ignores_partial_records(beads: list[Counting], tmp_path: Path) -> None:
-    before = results_pages.results_page(results_pages.complete_presets(tmp_path))
+    before = results_pages.recipe_pages(results_pages.complete_presets(tmp_path))
     write_records(tmp_path / "fig01a" / "laptop.partial.jsonl", [made_up("vanilla, 2 layers")])
-    assert results_pages.results_page(results_pages.complete_presets(tmp_path)) == before
+    assert results_pages.recipe_pages(results_pages.complete_presets(tmp_path)) == before

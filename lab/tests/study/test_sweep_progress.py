@@ -13,8 +13,6 @@ from kvshift_lab.study.sweep_progress import last_step, report_progress
 
 from .cases import Counting
 
-pytestmark = pytest.mark.no_models
-
 
 def write(out: Path, text: str) -> None:
     out.mkdir(exist_ok=True)

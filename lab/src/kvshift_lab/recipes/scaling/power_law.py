@@ -16,8 +16,8 @@ from kvshift_lab.analysis.colors import colors_of, marker_of
 from kvshift_lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift_lab.analysis.scaling import Interval, PowerLaw, fit_power_law
 from kvshift_lab.core.statistics import difference_interval, verdict
-from kvshift_lab.recipes.depth import study as depth
-from kvshift_lab.recipes.language_models.settings import LARGE
+from kvshift_lab.data.config import DataConfig
+from kvshift_lab.recipes.language_models.settings import LARGE, WIKI
 from kvshift_lab.study.arm import Arm, layers_text
 from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss
 from kvshift_lab.study.cost import count_parameters
@@ -30,15 +30,30 @@ from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS, with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 
-_LAPTOP = replace(
-    depth.LAPTOP,
-    model=ModelConfig(),
+_LAPTOP = TrainConfig(
+    out=Path(),
+    data=replace(WIKI, sequence_length=128),
     optimizer=OptimizerConfig(warmup_steps=40),
     steps=400,
+    batch_size=16,
     eval_every=100,
+    eval_rows=384,
     save_every=200,
+    log_every=50,
+    report_to=(),
+    progress=False,
 )
-_SMOKE = replace(depth.SMOKE, model=ModelConfig())
+_SMOKE = replace(
+    _LAPTOP,
+    data=DataConfig(vocab_size=257, sequence_length=16),
+    optimizer=OptimizerConfig(warmup_steps=1),
+    steps=4,
+    batch_size=2,
+    eval_every=2,
+    eval_rows=4,
+    save_every=4,
+    log_every=2,
+)
 
 
 def _config_of_width(config: TrainConfig, width: int, layers: int, head: int) -> tuple[str, TrainConfig]:
@@ -299,5 +314,5 @@ def scaling_recipe(
         arms=partial(_arms, longer=longer),
         plot=plot,
         claims=claims,
-        notes=read_notes(Path(__file__).parent),
+        notes=read_notes(Path(__file__).with_name("notes.md")),
     )

@@ -1,30 +1,49 @@
-"""When models begin to copy, and what the shift gains before, at and after that point, by kind of target."""
+"""When models of the setting of `decide` begin to copy: the onset of induction, and what the shift gains around it.
+
+The setting and the level were found by the search of the archived recipe `phase`.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from kvshift_lab.analysis.accuracy import draw_chance, draw_means
 from kvshift_lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
-from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.analysis.tables import as_markdown
 from kvshift_lab.core.statistics import t_interval
-from kvshift_lab.recipes.phase.phase_search import LEVEL, tokens_in_words, tokens_per_step
+from kvshift_lab.recipes.language_models.settings import WIKI
 from kvshift_lab.study.arm import Arm, layers_text, pair
 from kvshift_lab.study.claims import Claim, higher, lower_loss, question, sooner
 from kvshift_lab.study.recipe import Record, accuracy_curve, by_arm, last_loss, value_at
 from kvshift_lab.training.probes import KINDS
+from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
+
+LEVEL = 0.2
+"""Prefix matching of the best head from which on a model counts as copying."""
+
+BASE = TrainConfig(
+    out=Path(),
+    data=replace(WIKI, corpus="wiki2014-en/train-*.jsonl.xz", sequence_length=512),
+    optimizer=OptimizerConfig(warmup_steps=100, weight_decay=0.0),
+    eval_rows=48,
+    save_every=1000,
+    log_every=100,
+    report_to=(),
+    progress=False,
+    probes="induction",
+)
+"""Options that all runs of `decide` and `keys_values` share."""
 
 
 @dataclass(frozen=True)
 class InductionOnset:
-    """When each model begins to copy (its "change"), and what the shift gains before, at and after that point.
+    """When each model begins to copy, and what the shift gains before, at and after that point.
 
     Attributes:
         records: records of models of several depths, without and with the shift, with the same seeds.
@@ -42,7 +61,7 @@ class InductionOnset:
         """Depths of the models, shallowest first."""
         return sorted({record.options["model"]["num_hidden_layers"] for record in self.records})
 
-    def steps_to_change(self, arm: Arm) -> StepsToLevel:
+    def steps_to_onset(self, arm: Arm) -> StepsToLevel:
         """Return the step at which the prefix matching of each seed reached `LEVEL`."""
         return steps_to_level(
             {seed: accuracy_curve(record, "prefix_matching") for seed, record in self.models[arm].items()}, LEVEL
@@ -61,7 +80,7 @@ class InductionOnset:
 
     def moments(self, layers: int) -> dict[str, dict[int, float]]:
         """Return the moments by name, each as steps by seed; a moment that some seed does not reach is omitted."""
-        ours, theirs = map(self.steps_to_change, pair(layers=layers))
+        ours, theirs = map(self.steps_to_onset, pair(layers=layers))
         found: dict[str, Mapping[int, float | None]] = {
             "half way to KV-shift's change": {seed: step and step / 2 for seed, step in ours.steps.items()},
             "at KV-shift's change": ours.steps,
@@ -76,28 +95,16 @@ class InductionOnset:
 
     def sooner_claim(self, ours: Arm, theirs: Arm) -> Claim:
         """Return the question whether one model begins to copy after fewer tokens than another."""
-        changes = [self.steps_to_change(arm) for arm in (ours, theirs)]
-        compared = compare_steps(*changes, names=(ours.label, theirs.label))
+        onsets = [self.steps_to_onset(arm) for arm in (ours, theirs)]
+        compared = compare_steps(*onsets, names=(ours.label, theirs.label))
         tokens = tokens_per_step(self.records[0])
-        reached = [statistics.geometric_mean(change.reached) for change in changes if change.reached]
+        reached = [statistics.geometric_mean(onset.reached) for onset in onsets if onset.reached]
         means = " and ".join(tokens_in_words(steps * tokens) for steps in reached)
         return question(
             statement=f"{ours}: a prefix matching of {LEVEL:g} sooner than {theirs}",
             ours=compared.text.replace("steps", f"steps of {tokens:,} tokens", 1),
             direction=sooner(compared),
             note=f"of those that reach it, after {means} tokens (geometric mean)" if means else "none reaches it",
-        )
-
-    def gain_claim(self, layers: int, when: str, steps: Mapping[int, float]) -> Claim:
-        """Return the claim that the loss is lower with the shift at a moment, with the gains by kind of target."""
-        losses = self.gains(layers, "loss", steps)
-        by_kind = {kind: self.gains(layers, f"loss_{kind}", steps) for kind in KINDS}
-        kinds = "; ".join(f"{KIND_NAMES[kind]} {mean_text(gains)}" for kind, gains in by_kind.items())
-        return lower_loss(
-            f"{layers_text(layers)}, {when}: a lower loss with KV shift",
-            [-gain for gain in losses],
-            [0.0] * len(losses),
-            note=f"gain in nats: {kinds}",
         )
 
     def lower_at_end_claim(self, ours: Arm, theirs: Arm) -> Claim:
@@ -129,7 +136,7 @@ class InductionOnset:
 
     def last_steps(self, layers: int) -> dict[int, float]:
         """Return the last step of each seed."""
-        return dict(self.steps_to_change(Arm(variant="vanilla", layers=layers)).last_steps)
+        return dict(self.steps_to_onset(Arm(variant="vanilla", layers=layers)).last_steps)
 
     def table(self) -> str:
         """Return a Markdown table of the gains by kind of target at each moment."""
@@ -163,41 +170,19 @@ def mean_text(gains: Sequence[float]) -> str:
     return f"{mean} ({low:+.3f} to {high:+.3f})"
 
 
-def plot_changes(records: Sequence[Record]) -> Figure:
-    """Plot prefix matching and losses by kind of target over tokens, and mark when each model begins to copy."""
-    changes = InductionOnset(records)
-    titles = {
-        "prefix_matching": "Prefix matching: attention of the best head to the token that followed last time",
-        "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
-        "loss_token_seen": "Loss where the first token was seen, followed by others",
-        "loss_neither": "Loss where the first token is new in the row",
-    }
-    arms = {arm: arm.label for layers in changes.depths for arm in pair(layers=layers)}
-    figure, panels = new_figure(
-        [*titles.values()], ylabels=["prefix matching", *["loss (nats per token)"] * 3], height=3.4
-    )
-    for axes, name in zip(panels, titles, strict=True):
-        draw_changes(axes, changes, arms, name)
-    is_drawn = any(changes.steps_to_change(arm).mean is not None for arm in arms)
-    when = "; upright lines: when" if is_drawn else ""
-    draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to have changed{when}")
-    legend_below(figure, INTERVALS)
-    return figure
-
-
-def draw_changes(axes: Axes, changes: InductionOnset, arms: Mapping[Arm, str], name: str) -> None:
+def draw_onset(axes: Axes, onset: InductionOnset, arms: Mapping[Arm, str], name: str) -> None:
     """Draw a curve of some arms over tokens, with an upright line where an arm begins to copy.
 
     Args:
         axes: where to draw.
-        changes: the records.
+        onset: the records.
         arms: labels of the arms to draw.
         name: name of the curve in the records; arms whose records lack it are omitted.
     """
-    tokens = tokens_per_step(changes.records[0])
+    tokens = tokens_per_step(onset.records[0])
     curves = {}
     for arm, label in arms.items():
-        by_seed = {seed: accuracy_curve(record, name) for seed, record in changes.models[arm].items()}
+        by_seed = {seed: accuracy_curve(record, name) for seed, record in onset.models[arm].items()}
         if any(values for _, values in by_seed.values()):
             curves[label] = {
                 seed: ([step * tokens / 1e6 for step in steps], values) for seed, (steps, values) in by_seed.items()
@@ -206,11 +191,22 @@ def draw_changes(axes: Axes, changes: InductionOnset, arms: Mapping[Arm, str], n
     axes.set_xlabel("million training tokens")
     lines = {line.get_label(): line for line in axes.get_lines()}
     for arm, label in arms.items():
-        mean = changes.steps_to_change(arm).mean
+        mean = onset.steps_to_onset(arm).mean
         if mean is not None and label in lines:
             axes.axvline(mean * tokens / 1e6, color=lines[label].get_color(), linestyle=":", linewidth=1)
 
 
 def draw_copying_level(axes: Axes) -> None:
-    """Draw `LEVEL` in a panel of prefix matching, and explain the upright lines of `draw_changes` in the legend."""
+    """Draw `LEVEL` in a panel of prefix matching, and explain the upright lines of `draw_onset` in the legend."""
     draw_chance(axes, LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")
+
+
+def tokens_per_step(record: Record) -> int:
+    """Return the tokens per step over all processes."""
+    options = record.options
+    return options["tokens_per_step"] or options["batch_size"] * options["data"]["sequence_length"]
+
+
+def tokens_in_words(tokens: float) -> str:
+    """Return a number of tokens in words, such as "1.5 million"."""
+    return f"{tokens / 1e6:.1f} million"

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -16,6 +15,7 @@ from kvshift_lab.analysis.tables import as_markdown
 from kvshift_lab.core.statistics import rank_correlation
 from kvshift_lab.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift_lab.recipes.language_models.settings import (
+    NOTES,
     TABLES,
     GridPoint,
     arm_at,
@@ -27,9 +27,8 @@ from kvshift_lab.recipes.language_models.settings import (
     lower_loss_claims,
     variant_label,
 )
+from kvshift_lab.recipes.tables import ENTRIES
 from kvshift_lab.study.claims import Claim
-from kvshift_lab.study.entry import Entry
-from kvshift_lab.study.notes import read_notes
 from kvshift_lab.study.recipe import Recipe, Record, by_arm, has_diverged, last_loss, paired_losses, without_tuning_runs
 from kvshift_lab.study.tuning import by_tuned_arm
 
@@ -193,31 +192,35 @@ def _text(keys: Sequence[str], records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
-NOTES = read_notes(Path(__file__).parent)
-
-
-def table_recipe(
-    entry: Entry,
-    methods: Sequence[str],
-    *,
-    better: str,
-    shown: Sequence[str] | None = None,
-) -> Recipe:
+def _recipe(name: str, methods: Sequence[str], *, better: str, shown: Sequence[str] | None = None) -> Recipe:
     """Return the recipe of a method's table, with the paper's claim that one method is better than the others.
 
     Args:
-        entry: catalogue entry of the recipe.
+        name: name of the recipe.
         methods: all variants that are trained, the table's own first.
         better: the method that is better in the paper; if it is the only method, its context lengths are compared.
         shown: methods whose tables are shown beside the paper's; None: the first of `methods`.
     """
     others = [key for key in methods if key != better]
     return Recipe(
-        entry=entry,
-        source=f"Table {int(entry.name[3:])}",
+        entry=next(entry for entry in ENTRIES if entry.name == name),
+        source=f"Table {int(name[3:])}",
         arms=lambda preset: arms_of(TABLES[preset], methods),
         plot=partial(_plot, methods),
         claims=partial(_claims, better, others) if others else _longer_context_claims,
         tables=partial(_text, shown or methods[:1]),
         notes=NOTES,
     )
+
+
+RECIPES = {
+    "tab06": _recipe("tab06", ["vanilla"], better="vanilla"),
+    "tab07": _recipe("tab07", ["kv-shift", "vanilla"], better="kv-shift"),
+    "tab08": _recipe("tab08", ["qkv-shift", "kv-shift", "vanilla"], better="kv-shift"),
+    "tab09": _recipe("tab09", ["k-shift", "kv-shift", "vanilla"], better="kv-shift"),
+    "tab10": _recipe("tab10", ["v-shift", "kv-shift", "vanilla"], better="kv-shift"),
+    "tab11": _recipe("tab11", ["differential-no-qk-norm", "kv-shift", "vanilla"], better="kv-shift"),
+    "tab12": _recipe("tab12", ["differential", "kv-shift", "vanilla"], better="kv-shift"),
+    "tab13": _recipe("tab13", ["selective-key", "kv-shift", "vanilla"], better="kv-shift"),
+    "tab15": _recipe("tab15", ["mla-kv-shift", "mla"], better="mla-kv-shift", shown=["mla", "mla-kv-shift"]),
+}
