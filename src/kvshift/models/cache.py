@@ -404,7 +404,7 @@ def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None
             )
 
 
-def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> Tensor | None:
+def compact_padding(cache: Cache, attention_mask: Tensor, not_padding_BT: Tensor | None) -> Tensor | None:
     """Let sliding-window layers move padding to the front where it follows a token, and return the mask after the move.
 
     A window counts the tokens of a sequence, not the padding between them. Therefore these layers sort the entries that
@@ -413,7 +413,7 @@ def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None
     Args:
         cache: a cache after `ensure_shift_cache`, before the forward pass.
         attention_mask: (B, length), mask of all tokens so far.
-        real_BT: which of this call's T tokens are real; None if all are.
+        not_padding_BT: which of this call's T tokens are real; None if all are.
 
     Returns:
         (B, length), which tokens are real, in the order of these layers; None if they have moved no padding.
@@ -428,34 +428,34 @@ def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None
     fixed = sliding[0].record_past or torch.compiler.is_compiling() or torch.jit.is_tracing()
     if isinstance(sliding[0], ShiftStaticSlidingWindowLayer):
         if not fixed:
-            _require_room(cache, sliding[0], attention_mask, real_BT)
+            _require_room(cache, sliding[0], attention_mask, not_padding_BT)
         return None
-    if not is_compacted and (real_BT is None or fixed):
+    if not is_compacted and (not_padding_BT is None or fixed):
         return None
     mask = attention_mask != 0
     if is_compacted:
         seen = sliding[0].get_seq_length()
         mask = torch.cat([mask[:, :seen].sort(dim=1).values, mask[:, seen:]], dim=1)
-    if real_BT is None or fixed:
+    if not_padding_BT is None or fixed:
         return mask
-    if not _gap_begins(mask, real_BT):
+    if not _gap_begins(mask, not_padding_BT):
         return mask if is_compacted else None
     for layer in sliding:
         layer.to_compact = mask
     return mask
 
 
-def _gap_begins(mask: Tensor, real_BT: Tensor) -> bool:
-    """Return whether padding follows a token in this call: `real_BT` is the end of `mask` (B, length)."""
-    latest = mask[:, max(mask.shape[1] - real_BT.shape[1] - 1, 0) :]
+def _gap_begins(mask: Tensor, not_padding_BT: Tensor) -> bool:
+    """Return whether padding follows a token in this call: `not_padding_BT` is the end of `mask` (B, length)."""
+    latest = mask[:, max(mask.shape[1] - not_padding_BT.shape[1] - 1, 0) :]
     return bool((latest[:, :-1] & ~latest[:, 1:]).any())
 
 
 def _require_room(
-    cache: Cache, layer: ShiftStaticSlidingWindowLayer, attention_mask: Tensor, real_BT: Tensor | None
+    cache: Cache, layer: ShiftStaticSlidingWindowLayer, attention_mask: Tensor, not_padding_BT: Tensor | None
 ) -> None:
     """Raise a ValueError if padding follows a token and the window excludes positions, which it would count."""
-    layer.has_gaps = layer.has_gaps or (real_BT is not None and _gap_begins(attention_mask != 0, real_BT))
+    layer.has_gaps = layer.has_gaps or (not_padding_BT is not None and _gap_begins(attention_mask != 0, not_padding_BT))
     longest = max(layer.max_cache_len for layer in cache.layers)
     if layer.has_gaps and max(longest, attention_mask.shape[1]) > layer.max_cache_len:
         raise ValueError(
@@ -481,14 +481,14 @@ def store_document_offset(cache: Cache, offset: Tensor) -> None:
 
 
 def check_recording(
-    cache: Cache, real_BT: Tensor | None, attention_mask: Tensor | None, seq_idx: Tensor | None
+    cache: Cache, not_padding_BT: Tensor | None, attention_mask: Tensor | None, seq_idx: Tensor | None
 ) -> None:
     """Raise a ValueError for inputs that `crop`, which counts positions, could not remove from a recording cache.
 
     Args:
         cache: a cache after `ensure_shift_cache`.
-        real_BT: which of this call's tokens are real; None if all are.
-        attention_mask: (B, length), mask of all tokens so far, or a 4D mask; used only if `real_BT` is given.
+        not_padding_BT: which of this call's tokens are real; None if all are.
+        attention_mask: (B, length), mask of all tokens so far, or a 4D mask; used only if `not_padding_BT` is given.
         seq_idx: document numbers of this call's tokens; None if every row is one document.
     """
     recording = [layer for layer in cache.layers if isinstance(layer, ShiftCacheLayer) and layer.record_past]
@@ -496,10 +496,10 @@ def check_recording(
         return
     if seq_idx is not None:
         raise ValueError("a cache that records its past for `crop` cannot hold several documents in a row")
-    if real_BT is not None and isinstance(attention_mask, Tensor) and recording[0].window > 1:
-        of_tokens = attention_mask if attention_mask.ndim == 2 else real_BT
-        begun = of_tokens.cumsum(1)[:, -real_BT.shape[1] :] > 0
-        if (begun & ~real_BT).any():
+    if not_padding_BT is not None and isinstance(attention_mask, Tensor) and recording[0].window > 1:
+        of_tokens = attention_mask if attention_mask.ndim == 2 else not_padding_BT
+        begun = of_tokens.cumsum(1)[:, -not_padding_BT.shape[1] :] > 0
+        if (begun & ~not_padding_BT).any():
             raise ValueError(
                 "attention_mask must be padded on the left for a cache that records its past for `crop`; it has "
                 "padding after a token"
