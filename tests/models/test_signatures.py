@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.core_model_loading import ConversionOps
@@ -17,6 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import kvshift.models
 from kvshift.models.retrofit import FAMILIES
 from kvshift.models.versions import CACHE
+
+from .llama.tiny import random_tokens
+from .registry import RETROFITTED
 
 for _found in pkgutil.walk_packages(kvshift.models.__path__, "kvshift.models."):
     importlib.import_module(_found.name)
@@ -74,6 +78,19 @@ def test_methods_of_transformers_keep_their_arguments(name):
                 parameter.VAR_POSITIONAL,
             )
             assert parameter.name in known or optional, where
+
+
+@pytest.mark.parametrize("name", RETROFITTED)
+def test_decoders_take_arguments_by_their_place(name):
+    decoder = RETROFITTED[name]().base_model
+    plain = next(plain for plain, own in decoder.family.models.items() if own is type(decoder))
+    order = [parameter for parameter in inspect.signature(plain.forward).parameters if parameter != "self"]
+    given = {"attention_mask": torch.ones(1, 7, dtype=torch.long), "position_ids": torch.arange(7).unsqueeze(0)}
+    given["inputs_embeds"] = decoder.get_input_embeddings()(random_tokens(1, 7))
+    places = [given.get(parameter) for parameter in order[: order.index("inputs_embeds") + 1]]
+    with torch.no_grad():
+        found, expected = decoder(*places), decoder(**given)
+    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=0, atol=0)
 
 
 def test_the_classes_are_found():

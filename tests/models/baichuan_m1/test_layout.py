@@ -239,7 +239,7 @@ def test_other_configurations_are_refused(tmp_path, case):
 def test_the_decoder_knows_its_own_weights_alone(tmp_path):
     weights = {name: tensor for name, tensor in checkpoint().items() if name != LAST}
     with pytest.raises(ValueError, match=r"BaichuanM1Model: it lacks layers\.2\.mlp.down_proj.weight$"):
-        BaichuanM1Model.from_pretrained(write(tmp_path, weights))
+        BaichuanM1Model.from_pretrained(pretrained_model_name_or_path=write(tmp_path, weights))
 
 
 def test_registering_leaves_a_type_of_transformers_alone(monkeypatch):
