@@ -141,7 +141,7 @@ def test_runs_with_other_options_are_neither_kept_nor_taken_for_these(tmp_path: 
     job.run(tmp_path)
     assert job.is_finished(tmp_path)
     changed = replace(job, config=replace(job.config, batch_size=job.config.batch_size + 1))
-    with pytest.raises(LabError, match=r"contains a run with other options:\n  batch_size: 8 there, 9 here"):
+    with pytest.raises(LabError, match=r"contains a run with other options:\n  batch_size: recorded 8, given 9"):
         changed.is_finished(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_computations_with_other_options_are_not_taken_for_these(tmp_path: Path)
     job.run(tmp_path / "sum")
     assert job.is_finished(tmp_path / "sum")
     assert job.record(tmp_path / "sum")["result"] == {"sum": 7}
-    with pytest.raises(LabError, match="one: 3 there, 5 here"):
+    with pytest.raises(LabError, match="one: recorded 3, given 5"):
         replace(job, config=Addends(one=5, other=4)).is_finished(tmp_path / "sum")
 
 
@@ -190,7 +190,7 @@ def test_bad_options_are_named(recipe: Recipe, tmp_path: Path, changes: dict, me
 
 
 # Recipes whose jobs are all pairs of a model with KV shift and the same model without.
-PAIRED = {"cfg", "decide", "depth", "fig04", "fig05", "fig06", "fig08", "fig09", "mqar", "phase", "tab04"}
+PAIRED = {"cfg", "decide", "fig04", "fig05", "fig06", "fig08", "fig09", "mqar", "tab04"}
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
