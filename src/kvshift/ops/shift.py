@@ -92,11 +92,12 @@ def kv_shift(
 def shift_keys_values(call: Call) -> tuple[Tensor, Tensor, ShiftState | None]:
     """Return what `kv_shift` returns, but None for the state if no row is kept. Something must be shifted."""
     key = launch_key(call)
-    if was_launched(key):
-        _, k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], shift_triton(call, key))
-    else:
+    known = was_launched(key)
+    if not known:
         check_call(call)
-        k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None), key))
+    if call.q is not None:
+        call = call._replace(q=None)
+    k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], shift_triton(call, key)[1:] if known else _shift(call, key))
     return k_hat, v_hat, ShiftState(next_k, next_v, call.rows_to_keep()) if call.rows_to_keep() else None
 
 
