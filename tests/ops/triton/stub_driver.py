@@ -49,6 +49,7 @@ class StubDriver:
         source = Path(__file__).with_name("stub_driver.c")
         command = ["gcc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
+        (folder / "libcuda.so").symlink_to(library)  # linked by older versions of Triton
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
         self._stub = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self.device = 0

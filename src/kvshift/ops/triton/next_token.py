@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, G KV heads, D head size, R tokens for which the 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -149,7 +150,9 @@ class NextTokenLaunch:
             raise ValueError(f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
         queries = q[0].numel() // size
         self._q_shape = batch, queries, 1, size
-        self._strides = q.stride(0), k.stride(0), v.stride(0), 0 if cos.shape[0] == 1 else cos.stride(0)
+        strides = q.stride(0), k.stride(0), v.stride(0), 0 if cos.shape[0] == 1 else cos.stride(0)
+        align = math.gcd(16, *strides)
+        self._strides = tuple(stride // align for stride in strides)
         constants = {
             "H": queries,
             "G": heads,
@@ -159,6 +162,7 @@ class NextTokenLaunch:
             "SIN": size // 2 if width == size else 0,
             "BLOCK_K": _power_of_2(size // 2),
             "BLOCK_V": _power_of_2(v_size),
+            "ALIGN": align,
             "num_warps": 1,
         }
         self._launch = CompiledLaunch(kernel(), (queries + 2 * heads, batch), (), constants, q.get_device())

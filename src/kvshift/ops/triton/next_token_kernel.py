@@ -61,12 +61,13 @@ def next_token(
     q_out, keys, values, k_state, v_state, q, k, v, alpha, beta, cos, sin, q_scale, k_scale, length, ticket,
     q_b, k_b, v_b, table_b, at, room,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, EPS: tl.constexpr, SIN: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute one token per sequence.
 
     Args:
-        q_b, k_b, v_b: strides of the batch. table_b: the same of both tables; 0 if all sequences share a row.
+        q_b, k_b, v_b: strides of the batch, in units of ALIGN elements, so that the compiler knows the alignment.
+        table_b: the same of both tables; 0 if all sequences share a row.
         room: number of tokens for which the cache has room.
         SIN: index of the first element of a row of `sin` that is read: D/2 where the first half is negated.
         BLOCK_K, BLOCK_V: powers of 2 that cover half a head of k, and a head of v.
@@ -77,12 +78,12 @@ def next_token(
     if length is not None:
         position = tl.load(length)
     fits = position < room
-    cos += b * table_b
-    sin += b * table_b + SIN
+    cos += b * table_b * ALIGN
+    sin += b * table_b * ALIGN + SIN
     half: tl.constexpr = D // 2
     if lane < H:
         y = q_out + (b * H + lane) * D
-        _rotated(y, q + b * q_b + lane * D, None, None, q_scale, cos, sin, True, D, EPS, half, BLOCK_K)
+        _rotated(y, q + b * q_b * ALIGN + lane * D, None, None, q_scale, cos, sin, True, D, EPS, half, BLOCK_K)
     elif lane < H + G:
         g = lane - H
         y = keys + ((b * G + g) * room + position) * D
@@ -92,7 +93,7 @@ def next_token(
         k_before = k_state
         if k_state is not None:
             k_before = k_state + (b * G + g) * D
-        _rotated(y, k + b * k_b + g * D, k_before, k_weights, k_scale, cos, sin, fits, D, EPS, half, BLOCK_K)
+        _rotated(y, k + b * k_b * ALIGN + g * D, k_before, k_weights, k_scale, cos, sin, fits, D, EPS, half, BLOCK_K)
     else:
         g = lane - H - G
         y = values + ((b * G + g) * room + position) * Dv
@@ -104,7 +105,7 @@ def next_token(
             v_before = v_state + (b * G + g) * Dv
         d = tl.arange(0, BLOCK_V)
         there = d < Dv
-        value = _mixed(v + b * v_b + g * Dv, v_before, v_weights, d, there)
+        value = _mixed(v + b * v_b * ALIGN + g * Dv, v_before, v_weights, d, there)
         tl.store(y + d, value.to(y.dtype.element_ty), mask=there & fits)
     if ticket is not None:
         tl.debug_barrier()
