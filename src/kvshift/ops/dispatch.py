@@ -161,8 +161,13 @@ def gain_and_epsilon(norm: Any) -> tuple[Tensor | None, float]:
     """Return the weight and eps of a norm, as named in `Norms`; (None, 0.0) without a norm."""
     if norm is None:
         return None, 0.0
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return norm.weight, torch.finfo(norm.weight.dtype).eps if eps is None else eps
+    members = norm.__dict__  # failing to find an attribute takes microseconds on a module
+    if "eps" in members or "variance_epsilon" in members:
+        eps = members.get("variance_epsilon", members.get("eps"))
+    else:
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight = norm.weight
+    return weight, torch.finfo(weight.dtype).eps if eps is None else eps
 
 
 def _unsupported_reason(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
