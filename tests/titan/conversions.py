@@ -199,7 +199,7 @@ EXPORTED: dict[tuple[str, str], Change] = {
 REFUSED: dict[tuple[str, str], tuple[Change, str]] = {
     ("llama3", "a sliding window"): (
         each(inner(VarlenAttention.Config(window_size=(8, 0)))),
-        "layers.0.attention.inner_attention.window_size would be (-1, 0), got (8, 0)",
+        "layers.0.attention.inner_attention.window_size must be (-1, 0), got (8, 0)",
     ),
     ("llama3", "an attention of the user's"): (
         each(inner(DoubledSDPA.Config())),
@@ -207,113 +207,113 @@ REFUSED: dict[tuple[str, str], tuple[Change, str]] = {
     ),
     ("llama3", "an MLP of the user's"): (
         last(other_mlp),
-        "layers.1.feed_forward would be FeedForward.Config, got OtherFeedForward.Config",
+        "layers.1.feed_forward must be FeedForward.Config, got OtherFeedForward.Config",
     ),
     ("llama3", "a gate of the MLP"): (each(gated), "'layers.0.feed_forward.gate.weight' has no counterpart"),
     ("llama3", "theta of the last layer"): (
         last(rope(theta=5e5)),
-        "layers.1.attention.rope.theta would be 10000.0, got 500000.0",
+        "layers.1.attention.rope.theta must be 10000.0, got 500000.0",
     ),
     ("llama3", "theta of the first layer"): (
         lambda model: rope(theta=5e5)(model.layers[0]),
-        "layers.1.attention.rope.theta would be 500000.0, got 10000.0",
+        "layers.1.attention.rope.theta must be 500000.0, got 10000.0",
     ),
     ("llama3", "scaled RoPE in one layer"): (
         last(SCALED),
-        "layers.1.attention.rope.scaling would be 'none', got 'llama'",
+        "layers.1.attention.rope.scaling must be 'none', got 'llama'",
     ),
     ("llama3", "fewer positions in one layer"): (
         last(rope(max_seq_len=256)),
-        "layers.1.attention.rope.max_seq_len would be 512, got 256",
+        "layers.1.attention.rope.max_seq_len must be 512, got 256",
     ),
     ("llama3", "YaRN"): (
         each(rope(scaling="yarn", rope_factor=4.0)),
-        "layers.0.attention.rope.scaling would be 'none', got 'yarn'",
+        "layers.0.attention.rope.scaling must be 'none', got 'yarn'",
     ),
     ("llama3", "half of each head rotated"): (
         each(rope(dim=4)),
-        "layers.0.attention.rope.dim would be 8, got 4",
+        "layers.0.attention.rope.dim must be 8, got 4",
     ),
     ("llama3", "constraint of one layer"): (
         last(shift(constraint="gate")),
-        "layers.1.attention.shift.options.constraint would be 'free', got 'gate'",
+        "layers.1.attention.shift.options.constraint must be 'free', got 'gate'",
     ),
     ("llama3", "clamp in one layer"): (
         last(shift(constraint="clamp")),
-        "layers.1.attention.shift.options.constraint would be 'free', got 'clamp'",
+        "layers.1.attention.shift.options.constraint must be 'free', got 'clamp'",
     ),
     ("llama3", "window of one layer"): (
         last(shift(window=3)),
-        "layers.1.attention.shift.options.window would be 2, got 3",
+        "layers.1.attention.shift.options.window must be 2, got 3",
     ),
     ("llama3", "targets of one layer"): (
         last(shift(targets=("k",))),
-        "layers.1.attention.shift.options.targets would be ('k', 'v'), got ('k',)",
+        "layers.1.attention.shift.options.targets must be ('k', 'v'), got ('k',)",
     ),
     ("llama3", "eps of block norms"): (
         each(BLOCK_EPS),
-        "layers.0.attention_norm.eps would be 1e-05, got 0.01",
+        "layers.0.attention_norm.eps must be 1e-05, got 0.01",
     ),
     ("llama3", "eps of the final norm"): (
         put("norm", eps=1e-2),
-        "layers.0.attention_norm.eps would be 0.01, got 1e-05",
+        "layers.0.attention_norm.eps must be 0.01, got 1e-05",
     ),
     ("llama3", "eps of one norm"): (
         last(put("ffn_norm", eps=1e-2)),
-        "layers.1.ffn_norm.eps would be 1e-05, got 0.01",
+        "layers.1.ffn_norm.eps must be 1e-05, got 0.01",
     ),
     ("llama3", "eps of QK-norm"): (
         each(qk_norm(1e-2)),
-        "layers.0.attention.qk_norm.eps would be 1e-05, got 0.01",
+        "layers.0.attention.qk_norm.eps must be 1e-05, got 0.01",
     ),
     ("llama3", "QK-norm in one layer"): (
         last(qk_norm(1e-5)),
-        "layers.1.attention.qk_norm would be None, got RMSNorm.Config",
+        "layers.1.attention.qk_norm must be None, got RMSNorm.Config",
     ),
     ("llama3", "norms without weights"): (
         each(put("ffn_norm", elementwise_affine=False)),
-        "layers.0.ffn_norm.elementwise_affine would be True, got False",
+        "layers.0.ffn_norm.elementwise_affine must be True, got False",
     ),
     ("llama3", "QKV bias alone"): (
         each(QKV_BIAS),
-        "layers.0.attention.qkv_linear.wqkv.bias would be False, got True",
+        "layers.0.attention.qkv_linear.wqkv.bias must be False, got True",
     ),
     ("llama3", "output bias alone"): (
         each(WO_BIAS),
-        "layers.0.attention.qkv_linear.wqkv.bias would be True, got False",
+        "layers.0.attention.qkv_linear.wqkv.bias must be True, got False",
     ),
     ("llama3", "one bias of the MLP"): (
         each(bias("feed_forward.w2")),
-        "layers.0.feed_forward.w2.bias would be False, got True",
+        "layers.0.feed_forward.w2.bias must be False, got True",
     ),
-    ("llama3", "bias of the head"): (bias("lm_head"), "lm_head.bias would be False, got True"),
+    ("llama3", "bias of the head"): (bias("lm_head"), "lm_head.bias must be False, got True"),
     ("llama3", "width of one MLP"): (
         last(NARROW_MLP),
-        "layers.1.feed_forward.w1.out_features would be 64, got 48",
+        "layers.1.feed_forward.w1.out_features must be 64, got 48",
     ),
     ("llama3", "heads of one layer"): (
         last(attention(n_kv_heads=4)),
-        "layers.1.attention.qkv_linear.n_kv_heads would be 2, got 4",
+        "layers.1.attention.qkv_linear.n_kv_heads must be 2, got 4",
     ),
     ("qwen3", "eps of QK-norm"): (
         each(qk_norm(1e-2)),
-        "layers.0.attention.qk_norm.eps would be 1e-06, got 0.01",
+        "layers.0.attention.qk_norm.eps must be 1e-06, got 0.01",
     ),
     ("qwen3", "one eps for all but QK-norm"): (
         ALL_BUT_QK_EPS,
-        "layers.0.attention.qk_norm.eps would be 0.01, got 1e-06",
+        "layers.0.attention.qk_norm.eps must be 0.01, got 1e-06",
     ),
     ("qwen3", "no QK-norm"): (
         each(qk_norm(None)),
-        "layers.0.attention.qk_norm would be RMSNorm.Config, got None",
+        "layers.0.attention.qk_norm must be RMSNorm.Config, got None",
     ),
     ("qwen3", "QKV bias alone"): (
         each(QKV_BIAS),
-        "layers.0.attention.qkv_linear.wqkv.bias would be False, got True",
+        "layers.0.attention.qkv_linear.wqkv.bias must be False, got True",
     ),
     ("qwen3", "biases of the MLP"): (
         each(MLP_BIAS),
-        "layers.0.feed_forward.w1.bias would be False, got True",
+        "layers.0.feed_forward.w1.bias must be False, got True",
     ),
     ("qwen3", "experts"): (
         use_moe,

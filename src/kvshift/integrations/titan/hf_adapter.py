@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common import ComplexRoPE
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter

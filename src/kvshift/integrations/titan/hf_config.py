@@ -26,7 +26,7 @@ from kvshift.models.retrofit.families import QWEN3
 
 # Fields of torchtitan that do not change what a model computes from given weights.
 _START_AND_PLACE = {"param_init", "sharding_config"}
-# Fields of transformers that do not, for logits without a cache. `layer_types` says what the last two mean.
+# Fields of transformers that do not. (The last two only determine `sliding_window` and `layer_types`.)
 _OTHER_FIELDS = {field.name for field in fields(PreTrainedConfig)} - {"tie_word_embeddings"}
 _OTHER_FIELDS |= {"bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "shift_init"}
 _OTHER_FIELDS |= {"max_position_embeddings", "use_cache", "max_window_layers", "use_sliding_window"}
@@ -73,10 +73,7 @@ def hf_config(model: Any) -> Any:
         config = QWEN3.config(**values)
     different = list(_differences(model, _titan_config(config, model)))
     if different:
-        raise ValueError(
-            f"the model has no equal in transformers: in a {config.model_type} with its other fields, "
-            + "; ".join(different[:_SHOWN])
-        )
+        raise ValueError(f"transformers has no such {config.model_type}: {'; '.join(different[:_SHOWN])}")
     return config
 
 
@@ -221,7 +218,7 @@ def _differences(given: Any, expected: Any, name: str = "") -> Iterator[str]:
             yield from _differences(one, other, f"{name}.{i}")
     elif given != expected:
         shown = [type(x).__qualname__ if is_dataclass(x) else repr(x) for x in (expected, given)]
-        yield f"{name} would be {shown[0]}, got {shown[1]}"
+        yield f"{name} must be {shown[0]}, got {shown[1]}"
 
 
 def _is_implementation_of(given: Any, expected: type) -> bool:
