@@ -14,8 +14,6 @@ from kvshift_lab.analysis.report import verdicts, write_report
 from .narrow import Page, faults_on_a_phone
 from .run_folders import write_pair, write_run
 
-pytestmark = pytest.mark.no_models
-
 RATIO = {"ratio": 1.19, "low": 1.17, "high": 1.23}
 STEP_TIME = {"milliseconds": {"vanilla": 31.0, "kv-shift": 37.0}, "ratios": {"kv-shift": RATIO}}
 SAMPLES = {
@@ -173,6 +171,8 @@ def test_reports_and_the_explorer_have_one_palette():
     look = (lab / "analysis/look.css").read_text(encoding="utf-8")
     assert look.strip() in pages.render("base.html.jinja", title="A report")
     assert look.count("--ink: #") == 2  # light and dark
-    assert '<link rel="stylesheet" href="look.css">' in (lab / "explore/page/index.html").read_text(encoding="utf-8")
-    for name in ("analysis/base.html.jinja", "explore/page/explore.css"):
+    assert '<link rel="stylesheet" href="look.css">' in (lab / "commands/explore/page/index.html").read_text(
+        encoding="utf-8"
+    )
+    for name in ("analysis/base.html.jinja", "commands/explore/page/explore.css"):
         assert re.findall(r"#[0-9a-f]{3,8}\b|rgb\(\d", (lab / name).read_text(encoding="utf-8")) == []

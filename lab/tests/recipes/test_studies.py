@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvshift_lab.recipes import reproduce as module
-from kvshift_lab.recipes.reproduce import ReproduceConfig, reproduce
+from kvshift_lab.commands.reproduce import reproduce as module
+from kvshift_lab.commands.reproduce.reproduce import ReproduceConfig, reproduce
 from kvshift_lab.study.records import load_records, read_records, write_records
 from kvshift_lab.study.run_study import job_folder
 
 from ..study.cases import Counting, counting_recipe, made_up, runs
-
-pytestmark = pytest.mark.no_models
 
 
 def test_what_two_recipes_share_is_run_once_and_kept_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import kvshift
 from kvshift_lab.check.findings import Comparison, NotSupportedError, Report, Verdict, WrongShapeError, origin
 from kvshift_lab.check.properties import PROPERTIES
 from kvshift_lab.check.subject import Subject, evaluation_mode
+from kvshift_lab.core.environment import environment
 
 _WINDOWS = ("sliding_window", "attention_window_size")  # configuration fields
 _CHUNKS = ("attention_chunk_size", "mamba_chunk_size", "chunk_size", "block_size")
@@ -29,7 +30,7 @@ def check_model(
     length: int = 24,
     dtype: torch.dtype | None = None,
     seed: int = 0,
-    say: Callable[[Verdict], Any] = lambda verdict: None,
+    log: Callable[[Verdict], Any] = lambda verdict: None,
 ) -> Report:
     """Check a causal language model of transformers at its edges: documents, padding, caches, generation, causality.
 
@@ -48,7 +49,7 @@ def check_model(
         dtype: dtype of the check; None: float32 for a model in half precision, else the model's dtype. If it differs
             from the model's dtype, a copy is checked.
         seed: seed of the random tokens.
-        say: function that is called with each verdict as soon as it is known.
+        log: function that is called with each verdict as soon as it is known.
 
     Raises:
         TypeError: the model is not a causal language model of transformers.
@@ -77,7 +78,7 @@ def check_model(
             notes.append(f"errors below {subject.tolerance:.2g} cannot be distinguished from rounding or chance")
         for name in chosen:
             verdicts.append(_verdict(subject, name))
-            say(verdicts[-1])
+            log(verdicts[-1])
     return Report(
         model=type(model).__name__,
         model_type=str(model.config.model_type),
@@ -93,6 +94,12 @@ def check_model(
         versions={"kvshift": kvshift.__version__, "python": platform.python_version()}
         | {name: version(name) for name in ("torch", "transformers")},
     )
+
+
+def report_with_environment(report: Report, device: torch.device) -> dict[str, Any]:
+    """Return the report as JSON values, with the environment in which it was made."""
+    found = environment(device, processes=1)
+    return {**report.as_dict(), **found, "versions": {**found["versions"], **report.versions}}
 
 
 def _verdict(subject: Subject, name: str) -> Verdict:

@@ -1,0 +1,50 @@
+"""A web server for one folder on the loopback address."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from kvshift_lab.core.errors import LabError
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    # Override the system's table of types, which may map scripts to text/plain; browsers would refuse those.
+    extensions_map = SimpleHTTPRequestHandler.extensions_map | {
+        ".js": "text/javascript",
+        ".mjs": "text/javascript",
+        ".wasm": "application/wasm",
+        ".svg": "image/svg+xml",
+    }
+
+    def end_headers(self) -> None:
+        self.send_header("Cache-Control", "no-cache")  # the page may be regenerated under the same address
+        super().end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: the terminal shows only the address."""
+
+
+def page_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:
+    """Create a server that is bound to the port; call `serve_forever` to serve.
+
+    Raises:
+        LabError: The port cannot be used.
+    """
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, directory=str(folder)))
+    except OSError as error:
+        raise LabError(f"port: {port} cannot be used: {error.strerror}") from error
+
+
+def serve_page(folder: Path, port: int, log: Callable[[str], Any]) -> None:
+    """Serve the folder until Ctrl-C, and open a browser if there is one."""
+    with page_server(folder, port) as server:
+        address = f"http://127.0.0.1:{server.server_port}/"
+        log(f"serving {folder} at {address}; Ctrl-C to stop")
+        webbrowser.open(address)
+        server.serve_forever()
