@@ -148,6 +148,15 @@ def test_a_folder_of_another_family_or_without_shift_is_refused(tmp_path):
         start_from(qwen, config)
 
 
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    folder = folder_of(tmp_path, KVShiftLlamaConfig(**LLAMA))
+    (folder / "config.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"config\.json|must hold a kvshift_llama"
+    ):  # or guessed from the folder's path
+        start_from(folder, changed_config("llama3", unchanged))
+
+
 def test_sliding_layers_of_qwen_are_refused(tmp_path):
     config = changed_config("qwen3", unchanged)
     model: Any = config.model_spec.model
