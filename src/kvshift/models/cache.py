@@ -320,6 +320,14 @@ def ensure_shift_cache(cache: Cache, config: ShiftConfig) -> None:
         layers[:] = [with_shift(layer, window) for layer in layers]
 
 
+def empty_shift_cache(cache: Any) -> bool:
+    """Reset a cache with layers that carry the state of the shift; return False, and change nothing, for any other."""
+    if not isinstance(cache, Cache) or not _carries_shift(cache):
+        return False
+    cache.reset()
+    return True
+
+
 def _carries_shift(cache: Cache) -> bool:
     # torch.compile in 2.11 supports the length of a list, not its truth value. Layers are replaced all at once.
     return len(cache.layers) > 0 and isinstance(cache.layers[0], ShiftCacheLayer)
