@@ -449,13 +449,22 @@ def stored_document_offset(cache: Cache) -> Tensor | None:
     return getattr(cache.layers[0], "document_offset", None) if cache.layers else None
 
 
-def store_document_offset(cache: Cache, offset: Tensor) -> None:
-    """Store the index of the first token of each row's last document, (B,), for the next tokens."""
+def store_document_offset(cache: Cache, offset: Tensor, *, is_named: bool = True) -> None:
+    """Store the index of the first token of each row's last document, (B,), for the next tokens.
+
+    Args:
+        is_named: whether the call named documents, so that there are some. A program that is exported cannot look for
+            them in position_ids. It takes and returns caches without offsets, and raises an error if there are any.
+    """
     if not _carries_shift(cache):
         raise ValueError(
             f"{CACHE} cannot keep where the last of several documents in a row begins, which the next tokens need: use "
             "a DynamicCache or StaticCache that is empty at first, and neither quantized nor offloaded"
         )
+    if is_exporting() and not is_named and stored_document_offset(cache) is None:
+        message = "position_ids must not restart within a row of an exported program with a cache; use seq_idx"
+        torch.ops.aten._assert_async.msg((offset == 0).all(), message)
+        return
     for layer in cache.layers:
         layer.document_offset = offset  # type: ignore[attr-defined]
 

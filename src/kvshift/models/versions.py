@@ -68,8 +68,9 @@ def refuse_unaware_peft(model: Any) -> None:
         if method in ("PREFIX_TUNING", "CARTRIDGE"):  # their keys and values are refused there
             instead = "LoRA or prompt tuning in its place"
         raise ValueError(
-            f"PEFT {peft.__version__} does not fit transformers {transformers.__version__}: to generate with {method}, it "
-            f"looks for a cache named past_key_values, which is now named {CACHE}, and tokens would be wrong. Use {instead}"
+            f"PEFT {peft.__version__} does not fit transformers {transformers.__version__}: to generate with {method}, "
+            f"it looks for a cache named past_key_values, which is now named {CACHE}, and tokens would be wrong. "
+            f"Use {instead}"
         )
 
 
