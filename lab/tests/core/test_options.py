@@ -19,8 +19,6 @@ from kvshift_lab.core.options import (
     to_json,
 )
 
-pytestmark = pytest.mark.no_models
-
 
 @dataclass(frozen=True, kw_only=True)
 class Strings:

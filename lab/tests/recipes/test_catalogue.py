@@ -10,8 +10,6 @@ import kvshift_lab.recipes
 from kvshift_lab.recipes import tables
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
 
-pytestmark = pytest.mark.no_models
-
 FOLDER = Path(kvshift_lab.recipes.__file__).parent
 
 

@@ -9,8 +9,6 @@ import pytest
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift_lab.study.jobs import RunJob
 
-pytestmark = pytest.mark.no_models
-
 WITHOUT_GRID = {
     ("fig04", "laptop"): "every rate is shown",
     ("decide", "pilot"): "it measures what seeds change, and decides nothing",

@@ -14,7 +14,6 @@ from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 from ..study.cases import made_up
 
-pytestmark = pytest.mark.no_models
 RECIPE = fig04.RECIPE
 
 

@@ -29,8 +29,6 @@ from kvshift_lab.study.records import read_records, write_records
 from ..analysis.run_folders import write_pair
 from ..study.cases import made_up
 
-pytestmark = pytest.mark.no_models
-
 OPTIONS = {
     "task": {"name": "induction", "length": 16, "vocab_size": 64},
     "model": {"family": "llama", "hidden_size": 24, "num_hidden_layers": 3},
