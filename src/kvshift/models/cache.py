@@ -435,8 +435,10 @@ def compact_padding(cache: Cache, attention_mask: Tensor, not_padding_BT: Tensor
     is_compacted = getattr(sliding[0], "is_compacted", False)
     fixed = sliding[0].record_past or torch.compiler.is_compiling() or torch.jit.is_tracing()
     if isinstance(sliding[0], ShiftStaticSlidingWindowLayer):
-        if not fixed:
-            _require_room(cache, sliding[0], attention_mask, not_padding_BT)
+        if not fixed and not_padding_BT is not None and _gap_begins(attention_mask != 0, not_padding_BT):
+            sliding[0].has_gaps = True
+        if sliding[0].has_gaps:
+            _require_room(cache, sliding[0], attention_mask.shape[1])
         return None
     if not is_compacted and (not_padding_BT is None or fixed):
         return None
@@ -459,13 +461,10 @@ def _gap_begins(mask: Tensor, not_padding_BT: Tensor) -> bool:
     return bool((latest[:, :-1] & ~latest[:, 1:]).any())
 
 
-def _require_room(
-    cache: Cache, layer: ShiftStaticSlidingWindowLayer, attention_mask: Tensor, not_padding_BT: Tensor | None
-) -> None:
-    """Raise a ValueError if padding follows a token and the window excludes positions, which it would count."""
-    layer.has_gaps = layer.has_gaps or (not_padding_BT is not None and _gap_begins(attention_mask != 0, not_padding_BT))
+def _require_room(cache: Cache, layer: ShiftStaticSlidingWindowLayer, length: int) -> None:
+    """Raise a ValueError if the window can exclude any of `length` positions: it would count padding among them."""
     longest = max(layer.max_cache_len for layer in cache.layers)
-    if layer.has_gaps and max(longest, attention_mask.shape[1]) > layer.max_cache_len:
+    if max(longest, length) > layer.max_cache_len:
         raise ValueError(
             "attention_mask must be padded on the left with a static cache that is longer than the sliding window, "
             "which would count padding after a token: use a DynamicCache"
