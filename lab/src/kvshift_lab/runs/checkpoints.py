@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def find_checkpoint(out: Path) -> Path | None:
     complete = [folder for folder in folders if is_complete(folder)]
     for folder in folders:
         if folder not in complete:
-            remove_folder(folder)
+            shutil.rmtree(folder, ignore_errors=True)
     return complete[-1] if complete else None
 
 
