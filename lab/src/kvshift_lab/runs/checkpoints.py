@@ -28,7 +28,7 @@ def find_checkpoint(out: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def remove_old_checkpoints(newest: Path, count: int, say: Callable[[str], Any]) -> None:
+def remove_old_checkpoints(newest: Path, count: int, log: Callable[[str], Any]) -> None:
     """Remove all checkpoints older than `newest`, a complete one, except the last `count` - 1.
 
     A folder that cannot be removed is reported and left, so that an old checkpoint never makes the run fail.
@@ -39,7 +39,7 @@ def remove_old_checkpoints(newest: Path, count: int, say: Callable[[str], Any]) 
             (folder / _COMPLETE).unlink(missing_ok=True)  # first, so that the rest counts as incomplete
             remove_folder(folder)
         except OSError as error:
-            say(f"{folder.name} is no longer needed, but could not be removed: {error}")
+            log(f"{folder.name} is no longer needed, but could not be removed: {error}")
 
 
 def list_checkpoints(out: Path) -> list[Path]:

@@ -95,7 +95,7 @@ def start_or_resume(
     folder: RunFolder,
     options: dict[str, Any],
     processes: Processes,
-    say: Callable[[str], Any],
+    log: Callable[[str], Any],
     facts: dict[str, Any] | None = None,
 ) -> ResumePoint:
     """Record the options and the environment of a new run, or check those of a run to resume and find its checkpoint.
@@ -104,7 +104,7 @@ def start_or_resume(
         folder: folder of the run, checked by `check_folder`.
         options: all options as JSON, resolved.
         processes: processes of the run.
-        say: reports where the run resumes.
+        log: reports where the run resumes.
         facts: facts about the data from `data_fingerprint`, if the options do not determine the data.
     """
     here = environment(processes.device, processes.count)
@@ -120,7 +120,7 @@ def start_or_resume(
         _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
     checkpoint = find_checkpoint(folder.path)
     step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-    say(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
+    log(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
     first = folder.read(folder.environment) or {}
     again = {"step": step, **here}
     before = first.get("continued")

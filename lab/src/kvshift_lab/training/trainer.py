@@ -20,7 +20,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from kvshift_lab.core.errors import DivergedError, RunFailedError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.data.order import EndlessStream, ShuffledEpochs
 from kvshift_lab.runs.checkpoints import is_complete, list_checkpoints, mark_complete, remove_old_checkpoints
 from kvshift_lab.runs.processes import Processes
@@ -120,7 +120,7 @@ class RunTrainer(Trainer):
         self._collectively(folder, write)
         self._collectively(folder, (lambda: self._mark_complete(folder)) if self._processes.is_main else lambda: None)
         if self._processes.is_main:
-            remove_old_checkpoints(folder, self._config.keep_checkpoints, say)
+            remove_old_checkpoints(folder, self._config.keep_checkpoints, log)
 
     def _mark_complete(self, folder: Path) -> None:
         self._before_save()
