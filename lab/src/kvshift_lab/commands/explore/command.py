@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import kvshift
+from kvshift.models.registration import auto_class
 from kvshift.models.retrofit import FAMILIES
-from kvshift.models.retrofit.family import auto_class
 from kvshift_lab.commands.explore.explorer_model import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift_lab.commands.explore.options import ExploreConfig
 from kvshift_lab.commands.explore.page_server import serve_page

@@ -1,4 +1,4 @@
-"""Twins differ in the shift only; the vanilla one is saved as a plain Llama, which any program can load."""
+"""Paired models differ in the shift only; the vanilla one is saved as a plain Llama, which any program can load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvshift_lab.commands.compare.samples import sample
 from kvshift_lab.commands.compare.step_time import measure_step_time
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.text import load_text_data
-from kvshift_lab.runs.checkpoints import mark_complete, size_fault
+from kvshift_lab.runs.checkpoints import is_complete, mark_complete
 from kvshift_lab.runs.loading import load_trained
 from kvshift_lab.runs.run import read_run
 from kvshift_lab.training.train import train
@@ -65,7 +65,7 @@ def test_model_and_checkpoints_are_plain_llama(plain: Path) -> None:
         model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert type(model) is LlamaForCausalLM
         assert not any(loading.values())
-        assert folder.name == "model" or size_fault(folder) is None
+        assert folder.name == "model" or is_complete(folder)
 
 
 def test_transformers_own_llama_has_the_losses_of_the_run(plain: Path, corpus: Path) -> None:
@@ -163,7 +163,7 @@ def test_identity_that_is_frozen_trains_as_vanilla(corpus, vanilla, vanilla_docu
 
 
 def test_free_coefficients_do_not_train_as_vanilla(corpus, vanilla, tmp_path, finished):
-    """The test above can fail: twins are the same only if frozen at the identity."""
+    """The test above can fail: paired models are the same only if frozen at the identity."""
     assert losses(vanilla)[0] != losses(finished)[0]
     train(tiny(corpus, tmp_path, model={"shift_init": "identity"}, steps=4))
     assert losses(vanilla)[0] == losses(tmp_path)[0]
