@@ -5,8 +5,8 @@
     python benchmarks/launches.py --instructions        without a GPU also instructions, by valgrind
 
 On a machine without a GPU, Triton compiles the kernels for sm_90, and a stub in place of the driver returns at once
- (`tests/ops/triton/stub_driver.py`). Tensors are on the CPU, and their allocator and operations are those of a
-CPU. There the time is that of the calling thread, of which other load on the machine takes no part.
+(`tests/ops/triton/stub_driver.py`). Tensors are on the CPU, with its allocator and operations. There, time is that of
+the calling thread, of which other load on the machine takes no part.
 
 Each number is the fastest of many short series. "without keeping" makes the same call when nothing is kept from earlier
 ones, as before kernels were launched directly: Triton looks for the compiled kernel, and the call is checked.

@@ -29,6 +29,7 @@ from kvshift.ops.arguments import TENSORS, Call
 from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.triton import call as triton_call
 from kvshift.ops.triton import launch as triton_launch
+from kvshift.ops.triton import next_token
 from tests.ops.mutants import Mutant
 from tests.ops.triton.stub_driver import Recorded, StubDriver
 
@@ -371,6 +372,61 @@ def check_unknown_versions(driver: StubDriver) -> None:
     assert hooked == [1], "a hook of the kernel was left out"
 
 
+@torch.no_grad()
+def check_next_token(driver: StubDriver) -> None:
+    """One compiled kernel for all positions and sizes of the cache, and others where it would be wrong."""
+    G, H, D = 2, 4, 32
+    kernel = next_token.kernel()
+    one = {name: numbers(1, 1, heads * D, trained=False) for name, heads in (("q", H), ("k", G), ("v", G))}
+    one |= {name: numbers(1, 1, 1, D, trained=False) for name in ("cos", "sin")}
+
+    def layer(room: int = 48, **given: Tensor) -> tuple[next_token.NextTokenLaunch, dict[str, Tensor]]:
+        fixed = {"keys": numbers(1, G, room, D, trained=False), "values": numbers(1, G, room, D, trained=False)}
+        fixed |= {name: numbers(1, 1, G, D, trained=False) for name in ("k_state", "v_state")}
+        fixed |= {name: numbers(G, 2, dtype=torch.float32, trained=False) for name in ("alpha", "beta")}
+        fixed |= given
+        return next_token.NextTokenLaunch(*(fixed[name] for name in list(fixed)[:6])), fixed
+
+    def launched(launch: Any, x: dict[str, Tensor], fixed: dict[str, Tensor], at: int) -> Recorded:
+        launch(*x.values(), at)
+        return driver.last(kernel, {**x, **fixed})
+
+    kept, fixed = layer()
+    far = torch.ones(1, dtype=torch.bfloat16).expand(1, 1, H * D).clone()
+    others: list[tuple[dict[str, Tensor], int]] = [(one, at) for at in (0, 1, 16, 17, 47)]
+    others += [({**one, name: unaligned(one[name], by)}, 5) for name in one for by in (1, 4)]
+    others += [({**one, "q": far.as_strided((1, 1, H * D), (stride, H * D, 1))}, 5) for stride in (7, 16 * 2**31)]
+    others += [({**one, "q": far.view(1, 1, H, D)}, 5), (one, 5)]
+    with driver.recording():
+        for _ in range(2):
+            launched(kept, one, fixed, 5)
+        with counted_searches() as searches:
+            first = launched(kept, one, fixed, 5)
+            assert searches == [0], "Triton was asked for the kernel of a kept launch"
+        for x, at in others:
+            found = [launched(kept, x, fixed, at) for _ in range(2)]
+            expected = launched(layer(**fixed)[0], x, fixed, at)
+            for one_found in found:
+                assert one_found == expected, f"{one_found} instead of {expected}"
+            assert (expected.function == first.function) == (x is one or x["q"].ndim == 4), "another kernel"
+        tensors = (
+            one["q"],
+            *kept._cache,
+            one["q"],
+            one["k"],
+            one["v"],
+            *kept._weights,
+            one["cos"],
+            one["sin"],
+            *kept._last,
+        )
+        for number in (5, 2**31, 5):
+            kept._launch(*tensors, numbers=(number, 0, 0, 0, 0, 48))
+            assert driver.last(kernel, {}).arguments["q_b"] == number, "a number of 64 bits was cut"
+        large, fixed = layer(room=1 << 20)
+        assert launched(large, one, fixed, 2**19 + 1).function == first.function, "compiled again for a larger cache"
+
+
 CHECKS: dict[str, Callable[[StubDriver], None]] = {
     name.removeprefix("check_").replace("_", " "): check
     for name, check in list(vars().items())
@@ -386,8 +442,11 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
     "dtypes of another call": (Mutant(KEPT, GEOMETRY, "(x.shape, x.stride(), x.get_device())"), "dtypes"),
     "device of another call": (Mutant(KEPT, GEOMETRY, "(x.shape, x.stride(), x.dtype)"), "devices"),
     "current device": (Mutant(KEPT, "self._device >= 0 and self._device", "False and self._device"), "devices"),
-    "alignment ignored": (Mutant(KEPT, "aligned = bits % _ALIGNMENT == 0", "aligned = True"), "alignment"),
-    "alignment by 8": (Mutant(KEPT, "aligned = bits % _ALIGNMENT == 0", "aligned = bits % 8 == 0"), "alignment"),
+    "alignment ignored": (Mutant(KEPT, "may_be_kept = bits % _ALIGNMENT == 0", "may_be_kept = True"), "alignment"),
+    "alignment by 8": (
+        Mutant(KEPT, "may_be_kept = bits % _ALIGNMENT == 0", "may_be_kept = bits % 8 == 0"),
+        "alignment",
+    ),
     "alignment of the last tensor": (Mutant(KEPT, "bits |= address", "bits = address"), "alignment"),
     "epsilon of another call": (Mutant(LAUNCH, KEY, KEY.replace(" eps,", "")), "constants"),
     "tiling of another call": (Mutant(LAUNCH, KEY, KEY.replace(" tiling,", "")), "constants"),
@@ -409,6 +468,15 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         "gradients",
     ),
     "lazy tensors": (Mutant(DISPATCH, "or x.is_nested or is_lazy(x)", "or x.is_nested"), "lazy tensors"),
+    "numbers of 64 bits": (Mutant(KEPT, "-_HALF <= number < _HALF", "True"), "next token"),
+    "position of another token": (
+        Mutant(KEPT, "self._run(*addresses, *numbers,", "self._run(*addresses, *(0,) * len(numbers),"),
+        "next token",
+    ),
+    "tokens of another geometry": (
+        Mutant("triton/next_token.py", "self._launch is None or known != self._known", "self._launch is None"),
+        "next token",
+    ),
     "any version": (Mutant(KEPT, "if not _TESTED[0] <= version <= _TESTED[1] or", "if"), "unknown versions"),
     "hooks left out": (Mutant(KEPT, " and not self._kernel.pre_run_hooks", ""), "unknown versions"),
     "nothing kept": (Mutant(KEPT, "self._run = compiled[self._grid]", "pass"), "kept"),

@@ -1,6 +1,9 @@
 /* A stub of libcuda.so.1, as far as Triton calls it: every call succeeds at once, and launches are recorded. */
+#define _GNU_SOURCE
 #include <stdint.h>
 #include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
 enum { MAX_PARAMETERS = 64 };
@@ -20,8 +23,10 @@ EXPORT int cuLaunchKernelEx(const Config *config, void *function, void **paramet
     if (stub_count) {
         stub_function = (uintptr_t)function;
         memcpy(stub_grid, config->grid, sizeof stub_grid);
-        for (unsigned i = 0; i < stub_count && i < MAX_PARAMETERS; i++)
-            memcpy(&stub_parameters[i], parameters[i], sizeof *stub_parameters);
+        for (unsigned i = 0; i < stub_count && i < MAX_PARAMETERS; i++) { /* may be more than there are */
+            struct iovec to = {&stub_parameters[i], sizeof *stub_parameters}, from = {parameters[i], sizeof *stub_parameters};
+            process_vm_readv(getpid(), &to, 1, &from, 1, 0);
+        }
     }
     return 0;
 }
