@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from kvshift.layers import KVShift
+from kvshift import KVShift
 from kvshift_lab.core.errors import DivergedError, RunFailedError
 from kvshift_lab.core.messages import say
 from kvshift_lab.data.order import EndlessStream, ShuffledEpochs

@@ -1,25 +1,16 @@
-"""The base classes of variants that replace one part of an attention: the shift, or the attention function.
+"""The base class of variants that replace the shift of an attention by another mixing of tokens.
 
-All other parts remain those of the family.
-
-Shapes: B batch, T positions of this call, K keys, H query heads, G KV heads, D head size.
+Shapes: B batch, T positions of this call, G KV heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from kvshift.models.decoder import ShiftedAttention, shift_and_cache
-from kvshift.ops import ShiftState
-from kvshift.ops.arguments import Norms
-from kvshift.ops.attention_inputs import shift_norm_rope
-from kvshift.ops.rope import Rotary
+from kvshift import ShiftState
+from kvshift.models.extending import Norms, Rotary, norm_and_rotate
 
 
 def require_token_mask(attention_mask: Any, variant: str) -> None:
@@ -67,65 +58,5 @@ class TokenMixing(nn.Module):
         if self.after_norm and norms is not None:
             q, k, norms = norms[0](q), norms[1](k), None
         k, v, state = self.mix(k, v, state, mask=mask, seq_idx=seq_idx)
-        q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms, keep_state=False)  # type: ignore[assignment]  # queries were given
+        q, k = norm_and_rotate(q, k, rotary=rotary, norms=norms)
         return q, k, v, state if keep_state else None
-
-
-class AttentionMixin(ShiftedAttention):
-    """A mixin for the attention of the Llamas and of the lab's GPT-2, which has no cache.
-
-    A variant implements `attend`, a function of the finished queries, keys and values, and prepends its class to that
-    of each attention (see `prepend_class`).
-    """
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        cache: Cache | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        query, key, value = shift_and_cache(
-            self.shift,
-            *self.project(hidden_states),
-            past_key_values if cache is None else cache,
-            self.layer_idx,
-            mask=options["shift_mask"],
-            seq_idx=options["shift_seq_idx"],
-            rotary=position_embeddings,
-            norms=(self.q_norm, self.k_norm) if self.qk_norm else None,
-        )
-        output, weights = self.attend(query, key, value, attention_mask=attention_mask, **options)
-        return self.output(output), weights
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the output of attention, (B, T, heads, size), and its weights or None.
-
-        Args:
-            query: (B, H, T, D).
-            key, value: (B, G, K, D).
-            options: attention_mask, shift_mask and shift_seq_idx from `create_masks`, and the layer's other arguments.
-        """
-        raise NotImplementedError
-
-    def softmax_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, *, attention_mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention with the configured implementation; H must be G times `num_key_value_groups`."""
-        implementation = options.pop("attn_implementation", None) or self.config._attn_implementation
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        for name in ("shift_mask", "shift_seq_idx"):
-            options.pop(name, None)
-        return attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **options,
-        )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops import ShiftState
+from kvshift import ShiftState
 from kvshift_lab.variants.attention_mixin import TokenMixing
 from kvshift_lab.variants.mixing import Heads, MixingVariant, tokens_before
 

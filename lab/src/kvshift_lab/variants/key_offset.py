@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvshift.ops import ShiftState
+from kvshift import ShiftState
 from kvshift_lab.variants.attention_mixin import TokenMixing
 from kvshift_lab.variants.mixing import Heads, MixingVariant, tokens_before
 
