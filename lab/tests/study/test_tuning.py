@@ -87,9 +87,9 @@ def test_tuning_runs_differ_in_the_rate_alone_and_share_no_seed_with_the_reporte
     }
     assert not {job.seed for job in jobs} & set(range(preset.seeds))
     for job in jobs:
-        twin = next(one for one in mqar.RECIPE.jobs("laptop", [job.seed]) if one.arm == job.tuning_for)
-        optimizer = replace(twin.config.optimizer, learning_rate=job.config.optimizer.learning_rate)
-        assert job.config == replace(twin.config, optimizer=optimizer)
+        counterpart = next(one for one in mqar.RECIPE.jobs("laptop", [job.seed]) if one.arm == job.tuning_for)
+        optimizer = replace(counterpart.config.optimizer, learning_rate=job.config.optimizer.learning_rate)
+        assert job.config == replace(counterpart.config, optimizer=optimizer)
 
 
 def test_reported_runs_are_at_the_chosen_rate():

@@ -103,7 +103,7 @@ def start_or_resume(
     folder: RunFolder,
     options: dict[str, Any],
     processes: Processes,
-    say: Callable[[str], Any],
+    log: Callable[[str], Any],
     facts: dict[str, Any] | None = None,
     *,
     extend: bool | None = None,
@@ -115,7 +115,7 @@ def start_or_resume(
         folder: folder of the run, checked by `check_folder`.
         options: all options as JSON, resolved.
         processes: processes of the run.
-        say: reports each checkpoint that is set aside, and where the run resumes.
+        log: reports each checkpoint that is set aside, and where the run resumes.
         facts: facts about the data from `data_fingerprint`, if the options do not determine the data.
         extend: as in `check_folder`.
         overwrite: whether to remove the run in the folder first.
@@ -134,12 +134,12 @@ def start_or_resume(
     refuse_other_options(folder, {**old, "steps": options["steps"]} if longer else old, options)
     if facts is not None:
         _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
-    checkpoint = find_checkpoint(folder.path, say)
+    checkpoint = find_checkpoint(folder.path, log)
     step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     if longer:
         refuse_extension(folder, old, options, extend=bool(extend))
         record_extension(folder, old, options, done=step)
-    say(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
+    log(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
     first = folder.read(folder.environment) or {}
     again = {"step": step, **here}
     before = first.get("continued")

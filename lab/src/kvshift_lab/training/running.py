@@ -21,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from kvshift_lab.core.atomic import remove_folder
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.runs.folder import Metrics, RunFolder
 from kvshift_lab.runs.overwriting import require_only_run_files
 from kvshift_lab.runs.processes import COLLECTIVE_TIMEOUT, Processes
@@ -204,7 +204,7 @@ def add_callbacks(
 
     If `log_evaluations`, the result of each evaluation is printed to stderr.
     """
-    metrics = Metrics(folder.metrics, up_to_step=start.step, say=say) if processes.is_main else None
+    metrics = Metrics(folder.metrics, up_to_step=start.step, log=log) if processes.is_main else None
     recorder, graceful_stop = Recorder(metrics, tokens_per_step, trainer.evaluation), GracefulStop(processes)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.errors import LabError, require
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import MACHINE_SPECIFIC, from_json, to_json
 from kvshift_lab.runs.folder import RunFolder, read_metrics
 from kvshift_lab.runs.processes import Processes
@@ -181,7 +181,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         zero_outputs=isinstance(config.model, ModelConfig) and bool(config.model.zero_outputs),
     )
     processes = Processes(cpu=uses_cpu(config))
-    start = start_or_resume(folder, task_options(config), processes, say)
+    start = start_or_resume(folder, task_options(config), processes, log)
     batches = TaskBatches(
         task,
         split="training",

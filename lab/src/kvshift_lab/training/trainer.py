@@ -22,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from kvshift import KVShift
 from kvshift_lab.core.errors import DivergedError, RunFailedError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.data.order import EndlessStream, ShuffledEpochs
 from kvshift_lab.runs.checkpoints import list_checkpoints, mark_complete, remove_old_checkpoints, size_fault
 from kvshift_lab.runs.processes import Processes
@@ -150,7 +150,7 @@ class RunTrainer(Trainer):
         self._collectively(folder, write)
         self._collectively(folder, (lambda: self._mark_complete(folder)) if self._processes.is_main else lambda: None)
         if self._processes.is_main:
-            remove_old_checkpoints(folder, self._config.keep_checkpoints, say)
+            remove_old_checkpoints(folder, self._config.keep_checkpoints, log)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save the model. Under DeepSpeed, coefficients are saved in float32, from the optimizer's master weights.

@@ -194,7 +194,7 @@ PAIRED = {"cfg", "decide", "fig04", "fig05", "fig06", "fig08", "fig09", "mqar", 
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_every_recipe_has_the_three_presets_names_for_its_jobs_and_twins(name: str) -> None:
+def test_every_recipe_has_the_three_presets_names_for_its_jobs_and_pairs(name: str) -> None:
     """All configurations are valid, and the models of a pair differ only in the shift."""
     recipe = find_recipe(name)
     assert recipe.name == name
@@ -205,19 +205,19 @@ def test_every_recipe_has_the_three_presets_names_for_its_jobs_and_twins(name: s
         folders = {job_folder(Path(), job) for job in jobs}
         by_name = {(job.arm.label, job.seed): job for job in jobs}
         assert len(folders) == len(by_name) == len(jobs) > 0
-        twins = 0
+        pairs = 0
         for (label, seed), job in by_name.items():
             if isinstance(job, Computation):
                 continue
             job.config.check()
             if label.startswith("KV-shift") and (label.replace("KV-shift", "vanilla"), seed) in by_name:
-                twins += 1
+                pairs += 1
                 vanilla = by_name[label.replace("KV-shift", "vanilla"), seed].config
                 assert job.config.model.shift_targets in (("k", "v"), None)
                 assert replace(job.config.model, shift_targets=()) == vanilla.model
                 assert replace(job.config, model=vanilla.model) == vanilla
         if name in PAIRED and preset != "search":
-            assert 2 * twins == len(jobs)
+            assert 2 * pairs == len(jobs)
 
 
 # Recipes whose `smoke` jobs are all run by other recipes of their study, too.

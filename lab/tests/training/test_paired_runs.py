@@ -1,4 +1,4 @@
-"""Twins differ in the shift only; the vanilla one is saved as a plain Llama, which any program can load."""
+"""Paired models differ in the shift only; the vanilla one is saved as a plain Llama, which any program can load."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_identity_that_is_frozen_trains_as_vanilla(corpus, vanilla, vanilla_docu
 
 
 def test_free_coefficients_do_not_train_as_vanilla(corpus, vanilla, tmp_path, finished):
-    """The test above can fail: twins are the same only if frozen at the identity."""
+    """The test above can fail: paired models are the same only if frozen at the identity."""
     assert losses(vanilla)[0] != losses(finished)[0]
     train(tiny(corpus, tmp_path, model={"shift_init": "identity"}, steps=4))
     assert losses(vanilla)[0] == losses(tmp_path)[0]
