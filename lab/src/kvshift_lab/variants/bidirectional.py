@@ -28,7 +28,7 @@ from kvshift.models.extending import shift_tokens
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel, KVShiftLlamaPreTrainedModel
 from kvshift_lab.core.errors import LabError, require
 from kvshift_lab.tasks.option_checks import check_at_least, check_choices
-from kvshift_lab.variants.attention_mixin import TokenMixing, require_token_mask
+from kvshift_lab.variants.token_mixing import TokenMixing, require_token_mask
 from kvshift_lab.variants.uncached import TaskModel, UncachedConfig, UncachedDecoder
 
 Direction = Literal["previous", "next", "both"]

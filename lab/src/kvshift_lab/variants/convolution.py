@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kvshift import KVShift, ShiftOptions, ShiftState
 from kvshift.models.extending import lagged_tokens
-from kvshift_lab.variants.attention_mixin import TokenMixing
 from kvshift_lab.variants.mixing import Heads, MixingVariant
+from kvshift_lab.variants.token_mixing import TokenMixing
 
 
 def convolve(

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvshift import ShiftState
-from kvshift_lab.variants.attention_mixin import TokenMixing
 from kvshift_lab.variants.mixing import Heads, MixingVariant, tokens_before
+from kvshift_lab.variants.token_mixing import TokenMixing
 
 
 class KeyOffset(TokenMixing):

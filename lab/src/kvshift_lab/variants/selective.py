@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvshift.models.extending import ShiftedAttention, create_token_masks
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift_lab.variants.attention_mixin import require_token_mask
 from kvshift_lab.variants.model_classes import prepend_class, variant_class
 from kvshift_lab.variants.selective_attention import selective_attention, selective_attention_full
 from kvshift_lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
+from kvshift_lab.variants.token_mixing import require_token_mask
 from kvshift_lab.variants.uncached import UncachedConfig, UncachedDecoder, UncachedGeneration
 from kvshift_lab.variants.variant import ModelVariant
 
