@@ -348,7 +348,8 @@ class ShiftedDecoder:
             if offsets is not None:
                 position_ids = position_ids - offsets
         if cache is not None and offsets is not None:
-            store_document_offset(cache, offsets[:, -1])
+            is_named = any(tensor is not None for tensor in named.values())
+            store_document_offset(cache, offsets[:, -1], is_named=is_named)
         return masks, position_ids
 
     def _refuse_unknown_attention(self) -> None:
