@@ -85,6 +85,7 @@ class AttentionMixin(ShiftedAttention):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cache: Cache | None = None,
+        next_token: Any = None,  # for the one call of the package's own attention
         **where: Any,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value, keep_raw = shift_and_cache(
