@@ -31,7 +31,6 @@ from kvshift.layers import KVShift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE, NEWEST, OLDEST
 from kvshift.ops import ShiftState
-from kvshift.ops.cpu.next_token import NextToken
 from kvshift.ops.torch_ops import is_exporting
 
 
@@ -50,7 +49,7 @@ class ShiftCacheLayer:
     document_offset: Tensor | None = None
     window: int
     record_past: bool = False
-    next_token: NextToken | None = None
+    next_token: Any = None
 
     def __init__(self, window: int, **sizes: int) -> None:
         super().__init__(**sizes)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,10 @@ from kvshift.layers.shift import shift_type_error
 from kvshift.models.cache import check_recording, ensure_shift_cache, require_growth, store_document_offset, token_count
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks
-from kvshift.models.next_token import is_next_token, prepare_tables, scores_of_masks, shift_and_cache_in_one_call
+from kvshift.models.next_token import prepare_next_token
 from kvshift.models.versions import CACHE, refuse_unknown, resolve_cache_argument, warn_if_untested
 from kvshift.ops.arguments import Norms
 from kvshift.ops.boundaries import shared_plans
-from kvshift.ops.cpu.next_token import TokenTables
 from kvshift.ops.rope import Rotary, half_tables
 
 Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -130,24 +129,20 @@ class ShiftedAttention:
         shift_mask: Tensor | None = None,
         shift_seq_idx: Tensor | None = None,
         attn_implementation: str | None = None,
-        next_token: TokenTables | None = None,
+        next_token: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         heads, cache = self.project(hidden_states), past_key_values if cache is None else cache
-        done = None
-        if next_token is not None and self.llama_norm is not None and not torch.compiler.is_compiling():
-            done = shift_and_cache_in_one_call(self, *heads, next_token, cast(Cache, cache))
+        done = None if next_token is None else next_token.shift_and_cache(self, *heads, cache)
         if done is not None:
             query, key, value, keep_raw = *done, SAVE_ALL
         else:
             norms = (self.q_norm, self.k_norm) if self.qk_norm else None
-            if self.apply_rotary is None:
-                after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
-            else:
+            after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
+            if self.apply_rotary is not None:
                 after = {"finish": partial(_norm_then_rotate, self.apply_rotary, position_embeddings, norms)}
-            boundaries = {"mask": shift_mask, "seq_idx": shift_seq_idx}
             query, key, value, keep_raw = shift_and_cache(
-                self.shift, *heads, cache, self.layer_idx, **boundaries, **after
+                self.shift, *heads, cache, self.layer_idx, mask=shift_mask, seq_idx=shift_seq_idx, **after
             )
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             attn_implementation or self.config._attn_implementation, self.eager_attention
@@ -372,10 +367,7 @@ class RotaryDecoder(ShiftedDecoder):
         layer_types: Iterable[str] = repeat("attention", self.config.num_hidden_layers)
         if isinstance(tables, dict) or "attention" not in masks:
             layer_types = self.config.layer_types[: self.config.num_hidden_layers]
-        next_token = None
-        if self.has_llama_layers and is_next_token(hidden_states, masks, kwargs[CACHE]):
-            next_token = prepare_tables(tables)
-            masks = scores_of_masks(masks, hidden_states.dtype, attn_implementation)
+        tokens, masks = prepare_next_token(self, hidden_states, tables, masks, kwargs[CACHE], attn_implementation)
         # zip, not a slice: a slice of a ModuleList is a new module, which would be created at every token.
         for decoder_layer, layer_type in zip(self.layers, layer_types, strict=False):
             hidden_states = decoder_layer(
@@ -384,6 +376,7 @@ class RotaryDecoder(ShiftedDecoder):
                 position_embeddings=tables[layer_type] if isinstance(tables, dict) else tables,
                 position_ids=position_ids,
                 attn_implementation=attn_implementation,
-                **(kwargs if next_token is None else kwargs | {"next_token": next_token.get(layer_type)}),
+                next_token=tokens.get(layer_type),
+                **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: kwargs[CACHE]})

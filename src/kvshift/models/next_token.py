@@ -1,7 +1,7 @@
 """The next token of generation on a CPU: one call of the compiled kernel in place of a layer's shift, norms and cache.
 
-`is_next_token` asks once per forward pass, and `shift_and_cache_in_one_call` computes each layer, with the bits of the
-general way (`shift_and_cache`). It takes everything else, which is:
+`prepare_next_token` decides once per forward pass. `Token.shift_and_cache` then computes each layer, with the bits of
+`kvshift.models.decoder.shift_and_cache`, the general way, which remains for everything else:
 
 - the pass: several tokens, padding, documents, no cache or one with an `update` of its own, gradients, compilers and
   tracers, a backend other than "auto", no compiled kernel, float64, tensor subclasses, hooks on all modules;
@@ -33,25 +33,37 @@ from kvshift.models.cache import (
 )
 from kvshift.ops.cpu.next_token import Gains, NextToken, TokenTables, has_kernel
 from kvshift.ops.dispatch import choose_backend
-from kvshift.ops.rope import half_tables
+from kvshift.ops.rope import Rotary, half_tables
 from kvshift.ops.torch_ops import needs_traceable_ops
 
 Heads = tuple[Tensor, Tensor, Tensor]
+Masks = dict[str, Tensor | None]
 _NO_GAINS: Gains = (None, None, 0.0)
 
 _MIN_ROOM, _ROOM = 64, 8  # tokens of room that a growing cache is given: at least these, and one for every so many
 
 
-def is_next_token(hidden_states: Tensor, masks: dict[str, Tensor | None], cache: Cache | None) -> bool:
-    """Return True if a forward pass computes one token of every sequence, in a way that the kernel can.
+def prepare_next_token(
+    decoder: Any, hidden_states: Tensor, rotary: Any, masks: Masks, cache: Cache | None, attn_implementation: str | None
+) -> tuple[dict[str, Token], Masks]:
+    """Return what the layers need to compute the next token in one call each.
 
     Args:
+        decoder: the `RotaryDecoder`.
         hidden_states: input of the first layer, (B, T, E).
+        rotary: tables of all layers, or a dict of them by type of layer: those of transformers, (L, T, D), or those of
+            `kvshift.ops.rope.rotate_half`, (L, T, 1, D).
         masks: the result of `kvshift.models.documents.create_masks`.
         cache: the cache of the pass, after `ensure_shift_cache`.
+        attn_implementation: name of the attention function.
+
+    Returns:
+        A `Token` for each type of layer, "attention" if all are alike; none if this pass needs the general way; and
+        the masks, which for a token are converted once for all layers.
     """
-    return not (
+    if (
         torch.compiler.is_compiling()
+        or not decoder.has_llama_layers
         or hidden_states.shape[1] != 1
         or cache is None
         or torch.is_grad_enabled()
@@ -60,70 +72,65 @@ def is_next_token(hidden_states: Tensor, masks: dict[str, Tensor | None], cache:
         or type(cache).update is not Cache.update
         or "update" in vars(cache)
         or choose_backend("auto") != "auto"
-        or needs_traceable_ops(by_compiler=True)
+        or needs_traceable_ops()
         or _has_any_global_hook()
         or not has_kernel()
-    )
-
-
-def prepare_tables(rotary: Any) -> dict[str, TokenTables] | None:
-    """Return the rotary tables of one token by type of layer, as the kernel takes them; None if it cannot.
-
-    Args:
-        rotary: tables of all layers, called "attention", or a dict of them by type: those of transformers, (L, 1, D),
-            or those of `kvshift.ops.rope.rotate_half`, (L, 1, 1, D).
-    """
-    by_type = rotary if isinstance(rotary, dict) else {"attention": rotary}
+    ):
+        return {}, masks
     try:
-        return {name: TokenTables(half_tables(*x) if x[0].ndim == 3 else x) for name, x in by_type.items()}
+        if isinstance(rotary, dict):
+            tokens = {layer_type: _token(tables) for layer_type, tables in rotary.items()}
+        else:
+            tokens = dict.fromkeys(masks, _token(rotary))
     except ValueError:
-        return None
+        return {}, masks
+    if attn_implementation == "sdpa":
+        masks = {name: _scores(mask, hidden_states.dtype) for name, mask in masks.items()}
+    return tokens, masks
 
 
-def scores_of_masks(
-    masks: dict[str, Tensor | None], dtype: torch.dtype, attn_implementation: str | None
-) -> dict[str, Tensor | None]:
-    """Convert boolean masks of attention to terms of the scores, as PyTorch's attention does in every layer."""
-    if attn_implementation != "sdpa":
-        return masks
-    return {name: _scores(mask, dtype) if mask is not None and mask.ndim == 4 else mask for name, mask in masks.items()}
+def _token(tables: Rotary) -> Token:
+    return Token(half_tables(*tables) if tables[0].ndim == 3 else tables)
 
 
-def _scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
+def _scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Convert a boolean mask of attention to terms of the scores, as PyTorch's attention does in every layer."""
+    if mask is None or mask.ndim != 4 or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
 
 
-def shift_and_cache_in_one_call(
-    attention: Any, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, cache: Cache
-) -> Heads | None:
-    """Shift, normalise, rotate and cache the next token of a layer; None if that needs the general way.
+class Token(TokenTables):
+    """The next token of every sequence."""
 
-    Args:
-        attention: a `ShiftedAttention`.
-        q, k, v: projections, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv).
-        tables: from `prepare_tables`.
-        cache: the cache of the pass.
+    __slots__ = ()
 
-    Returns:
-        q (B, H, 1, D); k and v (B, G, N, D), cached tokens included.
-    """
-    layer: Any = cache.layers[attention.layer_idx]
-    write = _WRITE.get(type(layer))
-    shift = attention._modules["shift"]
-    if write is None or layer.record_past or layer.keys is None or type(shift) is not KVShift:
-        return None
-    coefficients = shift.coefficients_alone()
-    gains = _gains(attention) if attention.qk_norm else _NO_GAINS
-    if coefficients is None or gains is None:
-        return None
-    call = layer.next_token
-    if call is None or not call.is_current(layer.shift_state, coefficients, gains):
-        call = layer.next_token = _prepare_layer(layer, q, k, v, coefficients, gains)
-    if call is None or not call.takes(q, k, v, tables):
-        return None
-    return write(layer, call, q, k, v, tables)
+    def shift_and_cache(self, attention: Any, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Heads | None:
+        """Shift, normalise, rotate and cache the token in one layer; None if that needs the general way.
+
+        Args:
+            attention: a `ShiftedAttention`.
+            q, k, v: projections, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv).
+            cache: the cache of the pass.
+
+        Returns:
+            q (B, H, 1, D); k and v (B, G, N, D), cached tokens included.
+        """
+        if attention.llama_norm is None or torch.compiler.is_compiling():
+            return None
+        layer: Any = cache.layers[attention.layer_idx]
+        write = _WRITE.get(type(layer))
+        shift = attention._modules["shift"]
+        if write is None or layer.record_past or layer.keys is None or type(shift) is not KVShift:
+            return None
+        coefficients = shift.coefficients_alone()
+        gains = _gains(attention) if attention.qk_norm else _NO_GAINS
+        if coefficients is None or gains is None:
+            return None
+        call = layer.next_token
+        if call is None or not call.is_current(layer.shift_state, coefficients, gains):
+            call = layer.next_token = _prepare_layer(layer, q, k, v, coefficients, gains)
+        return write(layer, call, q, k, v, self) if call is not None and call.takes(q, k, v, self) else None
 
 
 def _gains(attention: Any) -> Gains | None:

@@ -28,13 +28,15 @@ REPLACED = {
     "CoefficientCache": "kvshift.ops.decode",
     "shift_norm_rope": "kvshift.ops.attention_inputs",
     "shift_and_cache": "kvshift.models.decoder",
+    "prepare_next_token": "kvshift.models.next_token",
     "_shareable": "kvshift.ops.boundaries",
     "shared_plans": "kvshift.ops.boundaries",
 }
 """Names of definitions in this module, and the modules whose definitions they replace."""
 
 DROPPED = {
-    "KVShift": ("coefficients", "extra_repr"),
+    "KVShift": ("coefficients", "coefficients_alone", "extra_repr"),
+    "ShiftCacheLayer": ("__getstate__",),
     "ShiftOptions": ("as_fields",),
     "ShiftStaticLayer": ("update",),
     "SequenceState": ("__eq__", "__hash__", "reorder", "to", "detach"),
@@ -48,6 +50,11 @@ shared_plans = nullcontext  # every layer makes its own plan
 
 def _shareable(plan: Any) -> Any:
     return plan
+
+
+def prepare_next_token(decoder: Any, hidden_states: Tensor, tables: Any, masks: Any, *_: Any) -> tuple[dict, Any]:
+    """Prepare nothing: without the compiled kernel, the next token is computed like others."""
+    return {}, masks
 
 
 class CoefficientCache:
