@@ -32,7 +32,7 @@ test-slow: .venv/stamp  ## Run the tests that take long: compilers, several proc
 
 .PHONY: test-browser
 test-browser: .venv/stamp  ## Run the tests of `kvshift explore` in Chromium, where there is one
-	@$(TEST_ENV) .venv/bin/python -m pytest -q lab/tests/explore $(ARGS)
+	@$(TEST_ENV) .venv/bin/python -m pytest -q lab/tests/commands/explore $(ARGS)
 
 # The last transformers that calls a cache past_key_values. It goes before that of .venv, whose other packages fit both.
 BETWEEN := build/transformers-5.23.0

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages, UniformBatch
-from kvshift_lab.compare.timing import quartiles
 from kvshift_lab.core.environment import environment
+from kvshift_lab.core.timing import quartiles
 from tests.vllm import paged_sequences
 
 LAYERS, KV_HEADS, HEAD_SIZE, PAGE, DTYPE = 32, 8, 128, 16, torch.bfloat16

@@ -37,9 +37,9 @@ from kvshift.models.baichuan_m1 import BaichuanM1Config
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit import add_kv_shift
 from kvshift_lab.benchmarks.serving_page import BASELINE, CONTROL
-from kvshift_lab.compare.timing import quartiles
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.json_lines import write_lines
+from kvshift_lab.core.timing import quartiles
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift_lab.commands.generate.command import GenerateConfig
 from kvshift_lab.data.tokenizers import train_bpe
-from kvshift_lab.generate.generate import GenerateConfig
 
 TEXT = ["to be or not to be, that is the question: whether 'tis nobler in the mind", "naïve café — 東京 🙂"]
 PROMPTS = ["to be", "or not to be, that is the question: whether", "t", "café — 東京 🙂 the mind"]

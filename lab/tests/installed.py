@@ -29,7 +29,7 @@ import transformers
 import kvshift
 from kvshift_lab.check import check_model
 from kvshift_lab.check.stock_models import GROUPS, build_stock
-from kvshift_lab.export.remote_code import check_folder, compute, write_code
+from kvshift_lab.commands.export.remote_code import check_folder, compute, write_code
 
 ROOT = Path(__file__).parents[2]
 OURS = GROUPS["With KV shift"]

@@ -8,20 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from kvshift_lab.compare.compare_config import CompareConfig
+from kvshift_lab.commands.compare.options import CompareConfig
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.options_file import parse
-from kvshift_lab.plan.plan_config import PlanConfig
 from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.variants.model_config import ModelConfig
 
 YAML = """
 out: runs/mine
 steps: 2000
-seeds: 3            # of compare
-devices: 8          # of plan
 bf16: no            # which YAML takes for false
 report_to: []
 model:
@@ -47,7 +44,7 @@ def read(options: type, path: Path, *arguments: str):
     return parse(options, ["--config", str(path), *arguments])
 
 
-def test_one_file_for_three_commands(tmp_path):
+def test_one_file_for_two_commands(tmp_path):
     path = write(tmp_path, YAML)
     expected = TrainConfig(
         out=Path("runs/mine"),
@@ -59,10 +56,7 @@ def test_one_file_for_three_commands(tmp_path):
         data=DataConfig(corpus="texts/", sequence_length=512),
     )
     assert read(TrainConfig, path) == expected
-    assert read(CompareConfig, path) == CompareConfig(train=expected, seeds=3)
-    plan = read(PlanConfig, path)
-    assert (plan.steps, plan.devices, plan.bf16, plan.data.sequence_length) == (2000, 8, "no", 512)
-    assert plan.model == expected.model
+    assert read(CompareConfig, path) == CompareConfig(train=expected)
 
 
 def test_the_command_line_stands_above_the_file(tmp_path):
@@ -109,33 +103,22 @@ def test_a_record_gives_the_same_options(tmp_path, config):
     path = write(tmp_path, json.dumps(record), "config.json")
     assert read(TrainConfig, path) == config
     assert read(TrainConfig, path, "--out", "y") == replace(config, out=Path("y"))
-    assert read(CompareConfig, path) == CompareConfig(train=replace(config, out=CompareConfig().train.out))
-    assert read(PlanConfig, path).model == config.model
+    assert read(CompareConfig, path, "--out", "y") == CompareConfig(train=replace(config, out=Path("y")))
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("step: 7", "has an unknown field step; did you mean steps?"),
-        ("model: {hiden_size: 7}", r"has an unknown field model\.hiden_size; did you mean hidden_size?"),
-        ("optimizer: {lr: 7}", r"has an unknown field optimizer\.lr; known: learning_rate, schedule"),
-        ("model.hidden_size: 7", r"has an unknown field model\.hidden_size; write hidden_size below model"),
+        ("seeds: 3", "has an unknown field seeds; did you mean seed?"),
+        ("model: {hiden_size: 7}", r"has an unknown field model\.hiden_size; did you mean model\.hidden_size?"),
         ("7: 7", "has an unknown field 7; known: "),
-        ("model: small", r"model must map options to values, got 'small'"),
-        ("steps: many", r"steps must be a whole number, got 'many'"),
-        ("steps: 1.5", r"steps must be a whole number, got 1\.5"),
-        ("steps: true", r"steps must be a whole number, got True"),
-        ("eval_rows: x", r"eval_rows must be a whole number or null, got 'x'"),
-        ("compile: 1", r"compile must be true or false, got 1"),
-        ("out: 7", r"out must be text, got 7"),
-        ("report_to: wandb", r"report_to must be a list, got 'wandb'"),
-        ("report_to: [7]", r"report_to must be text, got 7"),
-        ("optimizer: {schedule: linear}", r"optimizer\.schedule must be 'constant' or 'cosine' or 'wsd', got 'linear'"),
-        ("optimizer: {learning_rate: high}", r"optimizer\.learning_rate must be a number, got 'high'"),
-        ("model: {shift_targets: [k, w]}", r"model\.shift_targets must be 'q' or 'k' or 'v', got 'w'"),
+        ("model: small", "has an unknown field model; "),
+        ("steps: {many: 7}", r"has an unknown field steps\.many; "),
         ("- steps", "must map options to values, got list"),
         ("", "must map options to values, got NoneType"),
-        ("a: [", "is not valid YAML"),
+        ("compile: 1", "compile must be true or false, got 1"),
+        ("a: [", "cannot be read: while parsing"),
     ],
 )
 def test_what_is_no_option_is_named(tmp_path, text, said):
@@ -143,13 +126,29 @@ def test_what_is_no_option_is_named(tmp_path, text, said):
         read(TrainConfig, write(tmp_path, text), "--out", "x")
 
 
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("steps: many", "--steps"),
+        ("steps: 1.5", "--steps"),
+        ("steps: true", "--steps"),
+        ("steps: null", "--steps"),
+        ("eval_rows: x", "--eval-rows"),
+        ("optimizer: {schedule: linear}", "--optimizer.schedule"),
+        ("optimizer: {learning_rate: high}", "--optimizer.learning-rate"),
+        ("model: {shift_targets: [k, w]}", "--model.shift-targets"),
+        ("model: {tie_word_embeddings: 7}", "--model.tie-word-embeddings"),
+    ],
+)
+def test_a_wrong_value_is_refused_as_on_the_command_line(tmp_path, capsys, text, option):
+    with pytest.raises(SystemExit) as left:
+        read(TrainConfig, write(tmp_path, text), "--out", "x")
+    assert left.value.code == 2
+    assert option in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(LabError, match=r"config: absent\.json cannot be read"):
         read(TrainConfig, Path("absent.json"))
-    with pytest.raises(LabError, match=r"config: .*cut\.json cannot be read: Expecting"):
+    with pytest.raises(LabError, match=r"config: .*cut\.json cannot be read: "):
         read(TrainConfig, write(tmp_path, '{"steps": ', "cut.json"))
-
-
-def test_plan_does_not_read_the_model_to_start_from(tmp_path):
-    with pytest.raises(LabError, match=r"names init_from \(llama\).*give the config\.json of a run"):
-        read(PlanConfig, write(tmp_path, "init_from: llama"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from kvshift import KVShiftAttention, ShiftOptions
 from tests.covering import covering
@@ -21,9 +22,12 @@ from tests.layers.attention_cases import (
     gradients,
     left_mask,
     make,
+    outcome,
+    same_bits,
     tokens,
 )
 from tests.layers.attention_reference import reference_attention
+from tests.layers.kept import bytes_kept
 
 
 @covering(
@@ -135,6 +139,30 @@ def test_autocast(options):
         again, _ = layer(x, state=state)
     assert out.dtype == again.dtype == state.k.dtype == torch.bfloat16
     close(out, layer(x, mask=MASKS["right"])[0].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("targets", [("k", "v"), ("k",), ("q", "k", "v")], ids=str)
+@pytest.mark.parametrize("heads", [MHA, GQA], ids=["mha", "gqa"])
+def test_training_keeps_the_raw_tensors_of_a_shift_and_nothing_else(heads, targets):
+    """docs/performance.md states this cost."""
+
+    def kept(length, targets):
+        layer, x = make(heads, shift_targets=targets), tokens(B, length)
+        return bytes_kept(lambda: layer(x)[0], x, *layer.parameters())
+
+    more = {length: kept(length, targets) - kept(length, ()) for length in (T, 4 * T)}
+    of_a_token = sum(heads[0] if target == "q" else heads[1] for target in targets) * D * 8  # float64 has 8 bytes
+    assert more[4 * T] - more[T] == B * 3 * T * of_a_token
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_no_bit(reentrant):
+    layer, x = make(GQA, qk_norm=True), tokens(B, T)
+    expected = outcome(layer, x)
+    x = x.clone().requires_grad_()
+    out = checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
+    out.square().sum().backward()
+    same_bits([out, x.grad, *(p.grad for p in layer.parameters())], expected)
 
 
 # Dynamo instantiates the autograd functions that it traces.

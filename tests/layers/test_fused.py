@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvshift.layers import recompute
 from kvshift.layers.attention import HeadNorm
 from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.triton.call import triton_unsupported_reason
-from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, outcome, same_bits, tokens
+from tests.layers.attention_cases import ATTENTION, VARIED, make, tokens
 from tests.ops.fused_cases import FusedCase, fused, random_fused
 from tests.ops.fused_cases import outcome as outcome_of
 
@@ -42,8 +41,7 @@ def launches(monkeypatch) -> list[int]:
         counted[0] += path == "launch"
         return path
 
-    for module in (attention_inputs, recompute):
-        monkeypatch.setattr(module, "fused_path", counting)
+    monkeypatch.setattr(attention_inputs, "fused_path", counting)
     return counted
 
 
@@ -163,33 +161,3 @@ def test_attention(options, where, launches, monkeypatch):
         rtol = 1e-6 if own.dtype == torch.float32 else 1e-11
         torch.testing.assert_close(own, expected, rtol=rtol, atol=1e-11)
     assert launches[0] == (0 if options == "rope-gate-queries" else 3)
-
-
-@pytest.mark.parametrize("where", ATTENTION)
-@pytest.mark.parametrize(("heads", "dtype"), [(MHA, torch.float64), (GQA, torch.bfloat16)], ids=["mha", "gqa"])
-def test_what_backward_recomputes_has_the_same_bits(heads, dtype, where, launches, monkeypatch):
-    monkeypatch.setattr(dispatch, "_AUTO", "triton")
-    monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0})
-    layer = make(heads, dtype=dtype, qk_norm=True)
-    x = tokens(1 if where == "cu_seqlens" else 2, 11, dtype=dtype)
-
-    recomputed = outcome(layer, x, **ATTENTION[where])
-    assert launches[0] == 2  # forward, and the recomputation of backward
-    with monkeypatch.context() as patch:
-        patch.setattr(recompute, "may_recompute", lambda *modules: False)
-        same_bits(recomputed, outcome(layer, x, **ATTENTION[where]))
-    assert launches[0] == 3
-
-
-@pytest.mark.parametrize("frozen", ["alpha", "beta", "k_norm"])
-def test_what_is_frozen_is_left_out_of_it(frozen, launches, monkeypatch):
-    monkeypatch.setattr(dispatch, "_AUTO", "triton")
-    layer, x = make(GQA, qk_norm=True), tokens(2, 5)
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(frozen not in name)
-    results = []
-    for limit in (0, 2**20):
-        monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": limit})
-        results.append(outcome(layer, x))
-    assert launches[0] == 3
-    same_bits(*results)

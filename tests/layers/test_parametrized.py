@@ -14,9 +14,8 @@ from kvshift.layers import (
     ShiftOptions,
     clamp_after_step,
     param_groups,
-    recompute,
 )
-from tests.layers.attention_cases import outcome, run, same_bits
+from tests.layers.attention_cases import run
 
 B, T, E = 2, 7, 12
 
@@ -56,15 +55,12 @@ def test_decoding_goes_by_the_coefficients_in_force(change):
 
 
 @changes
-def test_training_reaches_the_original_however_large_the_layer(change, monkeypatch):
-    """Backward recomputes the shift of tensors with at least 2^20 elements; here it does so at any size."""
+def test_gradients_reach_the_original(change):
     layer, x = make()
     change(layer)
-    expected = outcome(layer, x)
-    monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0})
-    same_bits(outcome(layer, x), expected)
-    original = [p for name, p in layer.named_parameters() if "orig" in name]
-    assert len(original) == 1
+    layer(x)[0].square().sum().backward()
+    (original,) = [p for name, p in layer.named_parameters() if "orig" in name]
+    assert original.grad.count_nonzero() > 0
 
 
 @changes

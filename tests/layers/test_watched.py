@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvshift.layers import KVShift, KVShiftAttention, recompute
+from kvshift.layers import KVShift, KVShiftAttention
 from kvshift.layers.positions import rotary_table
 from kvshift.ops import ShiftState, dispatch
 from tests.covering import covering
@@ -60,11 +60,9 @@ def test_gradients_of_each_sample_are_those_of_each_alone(options, asked):
 @covering(
     options=[{}, {"qk_norm": True}, {"shift_targets": ("q", "k", "v")}],
     bounded={"": False, "padding and documents": True},
-    recomputes={"": False, "recomputes": True},
 )
-def test_second_derivatives_are_those_of_transforms(options, bounded, recomputes, asked, monkeypatch):
+def test_second_derivatives_are_those_of_transforms(options, bounded, asked):
     """The gradient of a gradient penalty is taken for one tensor at a time, since autograd prunes the graph."""
-    monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0} if recomputes else {"cpu": 2**40})
     layer = make(**options)
     where: dict[str, Any] = {}
     if bounded:

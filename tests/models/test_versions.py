@@ -44,10 +44,12 @@ def model(name: str) -> PreTrainedModel:
 
 
 def requirements() -> list[Requirement]:
-    """Return all requirements of pyproject.toml, including those of the extras."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    """Return all requirements of the library and the lab, including those of their extras."""
+    files = (ROOT / "pyproject.toml", ROOT / "lab/pyproject.toml")
+    projects = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
     return [
         Requirement(line)
+        for project in projects
         for line in itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     ]
 

@@ -29,8 +29,8 @@ class _Command:
 _COMMANDS = {
     "compare": _Command(
         "Train paired models, with and without KV shift, and compare them",
-        "kvshift_lab.compare.compare_config:CompareConfig",
-        "kvshift_lab.compare.compare:compare",
+        "kvshift_lab.commands.compare.options:CompareConfig",
+        "kvshift_lab.commands.compare.command:compare",
         "kvshift compare --out runs/pair --seeds 3 --data.corpus 'texts/*.txt'",
         first=(
             "out",
@@ -67,14 +67,14 @@ _COMMANDS = {
     ),
     "generate": _Command(
         "Continue prompts with a trained model",
-        "kvshift_lab.generate.generate_config:GenerateConfig",
-        "kvshift_lab.generate.generate:generate",
+        "kvshift_lab.commands.generate.options:GenerateConfig",
+        "kvshift_lab.commands.generate.command:generate",
         'kvshift generate runs/mine --prompt "To be, or not to be"',
     ),
     "eval": _Command(
         "Evaluate a model: loss on a text, benchmarks, repetition",
-        "kvshift_lab.evaluate.eval_config:EvalConfig",
-        "kvshift_lab.evaluate.evaluation:evaluate",
+        "kvshift_lab.commands.eval.options:EvalConfig",
+        "kvshift_lab.commands.eval.command:evaluate",
         "kvshift eval runs/mine 'texts/*.txt' --against runs/other",
         first=(
             "against",
@@ -91,20 +91,20 @@ _COMMANDS = {
     ),
     "reproduce": _Command(
         "Reproduce the paper's figures and tables",
-        "kvshift_lab.recipes.reproduce_config:ReproduceConfig",
-        "kvshift_lab.recipes.listing:list_or_reproduce",
+        "kvshift_lab.commands.reproduce.options:ReproduceConfig",
+        "kvshift_lab.commands.reproduce.command:list_or_reproduce",
         "kvshift reproduce fig01a --preset smoke",
     ),
     "analyze": _Command(
         "Analyze a model: induction scores, coefficients, attention maps",
-        "kvshift_lab.analyze.analyze_config:AnalyzeConfig",
-        "kvshift_lab.analyze.analyze:analyze",
+        "kvshift_lab.commands.analyze.options:AnalyzeConfig",
+        "kvshift_lab.commands.analyze.command:analyze",
         'kvshift analyze runs/mine --text "To be, or not to be"',
     ),
     "explore": _Command(
         "Make a page that runs one or two models in the browser",
-        "kvshift_lab.explore.explore_config:ExploreConfig",
-        "kvshift_lab.explore.exploring:explore",
+        "kvshift_lab.commands.explore.options:ExploreConfig",
+        "kvshift_lab.commands.explore.command:explore",
         "kvshift explore runs/mine --out mine-in-a-page --open",
     ),
     "bench": _Command(
@@ -115,8 +115,8 @@ _COMMANDS = {
     ),
     "check": _Command(
         "Test a model: packed documents, padding, caches, generation",
-        "kvshift_lab.check.check_config:CheckConfig",
-        "kvshift_lab.check.checking:check",
+        "kvshift_lab.commands.check.options:CheckConfig",
+        "kvshift_lab.commands.check.command:check",
         "kvshift check runs/mine",
     ),
     "doctor": _Command(
@@ -125,35 +125,16 @@ _COMMANDS = {
         "kvshift_lab.doctor.doctor:doctor",
         "kvshift doctor",
     ),
-    "plan": _Command(
-        "Estimate parameters, FLOPs, memory and hours of a run",
-        "kvshift_lab.plan.plan_config:PlanConfig",
-        "kvshift_lab.plan.planning:plan",
-        "kvshift plan --model.size 1.5B --devices 8 --gpu H100",
-        first=(
-            "model.size",
-            "model.num_hidden_layers",
-            "model.hidden_size",
-            "tokens",
-            "batch_size",
-            "data.sequence_length",
-            "devices",
-            "gpu",
-            "price_per_hour",
-            "config",
-        ),
-        from_file=True,
-    ),
     "retrofit": _Command(
         "Add KV shift to a pretrained model, initialised to the identity",
-        "kvshift_lab.retrofit.retrofit_config:RetrofitOptions",
-        "kvshift_lab.retrofit.retrofitting:retrofit",
+        "kvshift_lab.commands.retrofit.options:RetrofitOptions",
+        "kvshift_lab.commands.retrofit.command:retrofit",
         "kvshift retrofit Qwen/Qwen3-0.6B qwen3-with-shift",
     ),
     "export": _Command(
         "Export a model that runs without kvshift: ONNX, or with its code",
-        "kvshift_lab.export.export_config:ExportOptions",
-        "kvshift_lab.export.exporting:export",
+        "kvshift_lab.commands.export.options:ExportOptions",
+        "kvshift_lab.commands.export.command:export",
         "kvshift export runs/mine mine-as-onnx",
     ),
 }

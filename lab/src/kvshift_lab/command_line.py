@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from itertools import pairwise
-from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -44,7 +44,7 @@ def read(
     """
     asked = {"-h", "--help", "--help-all"}.intersection(args[: args.index("--")] if "--" in args else args)
     if asked:
-        known = list(_walk(options, default))
+        known = list(list_options(options, default))
         if example:
             description += "\n\nExample:\n" + textwrap.indent(example, "  ")
         if first and "--help-all" not in asked:
@@ -57,10 +57,20 @@ def read(
 
 
 @dataclass(frozen=True)
-class _Option:
-    name: str  # including its group, such as data.corpus
+class Option:
+    """An option of a command.
+
+    Attributes:
+        name: its name, including its group, such as data.corpus.
+        hint: its type.
+        default: its default; MISSING if the option is required.
+        help: its description.
+        group: the dataclass that has it as a field.
+    """
+
+    name: str
     hint: Any
-    default: Any  # MISSING if the option is required
+    default: Any
     help: str
     group: type
 
@@ -68,8 +78,17 @@ class _Option:
     def is_positional(self) -> bool:
         return tyro.conf.Positional in _metadata(self.hint)
 
+    @property
+    def is_flag(self) -> bool:
+        """Whether it is given as --option or --no-option, without a value."""
+        return self.hint is bool
 
-def _walk(cls: type, default: Any = None, prefix: str = "") -> Iterator[_Option]:
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        return get_args(self.hint) if get_origin(self.hint) is Literal else ()
+
+
+def list_options(cls: type, default: Any = None, prefix: str = "") -> Iterator[Option]:
     """Yield the options of a dataclass and of its groups."""
     hints, texts = get_type_hints(cls, include_extras=True), _docstrings(cls)
     for item in fields(cls):
@@ -79,9 +98,9 @@ def _walk(cls: type, default: Any = None, prefix: str = "") -> Iterator[_Option]
         if is_dataclass(kind):
             nameless = any(getattr(each, "name", None) == "" for each in _metadata(hint))
             given = None if value is MISSING else value
-            yield from _walk(cast(type, kind), given, prefix if nameless else f"{prefix}{item.name}.")
+            yield from list_options(cast(type, kind), given, prefix if nameless else f"{prefix}{item.name}.")
         else:
-            yield _Option(prefix + item.name, hint, value, texts.get(item.name, ""), cls)
+            yield Option(prefix + item.name, hint, value, texts.get(item.name, ""), cls)
 
 
 def _metadata(hint: Any) -> tuple[Any, ...]:
@@ -107,10 +126,10 @@ def _docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def _help_class(options: type, known: Sequence[_Option], first: Sequence[str]) -> type:
+def _help_class(options: type, known: Sequence[Option], first: Sequence[str]) -> type:
     """Return a dataclass with the options of `known`: those in `first`, then the others in their groups."""
     ranks = {name: rank for rank, name in enumerate(first)}
-    groups: dict[str, list[_Option]] = {"": []}
+    groups: dict[str, list[Option]] = {"": []}
     for each in sorted(known, key=lambda option: ranks.get(option.name, len(ranks))):
         groups.setdefault("" if each.name in ranks else each.name.rpartition(".")[0], []).append(each)
     members: list[Any] = [_help_field(each, each.name) for each in groups.pop("")]
@@ -121,7 +140,7 @@ def _help_class(options: type, known: Sequence[_Option], first: Sequence[str]) -
     return make_dataclass(options.__name__, members, kw_only=True)
 
 
-def _help_field(option: _Option, name: str) -> tuple[str, Any, Any]:
+def _help_field(option: Option, name: str) -> tuple[str, Any, Any]:
     named = option.hint if name.isidentifier() else Annotated[option.hint, tyro.conf.arg(name=name)]
     default = {"default": option.default} if option.default is not MISSING else {}
     return name.replace(".", "__"), named, field(**default, metadata={"help": option.help})

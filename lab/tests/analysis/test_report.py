@@ -173,6 +173,8 @@ def test_reports_and_the_explorer_have_one_palette():
     look = (lab / "analysis/look.css").read_text(encoding="utf-8")
     assert look.strip() in pages.render("base.html.jinja", title="A report")
     assert look.count("--ink: #") == 2  # light and dark
-    assert '<link rel="stylesheet" href="look.css">' in (lab / "explore/page/index.html").read_text(encoding="utf-8")
-    for name in ("analysis/base.html.jinja", "explore/page/explore.css"):
+    assert '<link rel="stylesheet" href="look.css">' in (lab / "commands/explore/page/index.html").read_text(
+        encoding="utf-8"
+    )
+    for name in ("analysis/base.html.jinja", "commands/explore/page/explore.css"):
         assert re.findall(r"#[0-9a-f]{3,8}\b|rgb\(\d", (lab / name).read_text(encoding="utf-8")) == []

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvshift_lab.commands.reproduce import reproduce as module
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.config import SHARED_DATA_ENV
-from kvshift_lab.recipes import reproduce as module
 from kvshift_lab.recipes.depth import study as depth
 from kvshift_lab.recipes.language_models.settings import flops_per_token
 from kvshift_lab.study.arm import Arm, pair

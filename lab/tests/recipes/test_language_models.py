@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvshift_lab.core.errors import RunFailedError
-from kvshift_lab.plan.cost import count_parameters
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift_lab.recipes.language_models import STUDY, lm_figures, lm_tables
 from kvshift_lab.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift_lab.recipes.language_models.settings import TABLES, GridPoint, arm_at
 from kvshift_lab.recipes.results_pages import complete_presets, results_page
+from kvshift_lab.study.cost import count_parameters
 from kvshift_lab.study.jobs import StudyJob
 from kvshift_lab.study.recipe import LEAST_LOSS, Record, has_diverged
 from kvshift_lab.study.tuning import best_rates, tuning_jobs

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshift_lab.recipes import reproduce as module
-from kvshift_lab.recipes.reproduce import ReproduceConfig, reproduce
+from kvshift_lab.commands.reproduce import reproduce as module
+from kvshift_lab.commands.reproduce.reproduce import ReproduceConfig, reproduce
 from kvshift_lab.study.records import load_records, read_records, write_records
 from kvshift_lab.study.run_study import job_folder
 

@@ -95,7 +95,9 @@ def test_a_truncated_checkpoint_is_not_loaded(run_folder: Path) -> None:
 @pytest.mark.parametrize("command", ["check", "generate", "eval", "analyze", "retrofit"])
 def test_no_command_shows_bars_or_tables_of_loading(command: str, tmp_path: Path, capfd, monkeypatch) -> None:
     """Transformers' progress bar and its table of unused weights are not shown."""
-    monkeypatch.setattr("kvshift_lab.analyze.analyze.write_head_report", lambda out, metrics: out)  # takes seconds
+    monkeypatch.setattr(
+        "kvshift_lab.commands.analyze.command.write_head_report", lambda out, metrics: out
+    )  # takes seconds
     shape = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 1, "num_attention_heads": 2}
     folder, text = tmp_path / "model", tmp_path / "text.txt"
     text.write_text("\n".join(TEXT))

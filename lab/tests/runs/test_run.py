@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift_lab.cli import main
-from kvshift_lab.compare.samples import sample
+from kvshift_lab.commands.compare.samples import sample
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.plan.planning import PlanConfig, estimate
 from kvshift_lab.runs.loading import load_trained
 from kvshift_lab.runs.run import read_run
 from kvshift_lab.tasks import MQARConfig
@@ -100,10 +99,3 @@ def test_what_does_not_take_it_says_so(corpus: Path, finished: Path, tmp_path: P
         LabError, match=r"model\.zero_outputs sets initial weights, but init_from \(.*\) provides all of them"
     ):
         train(tiny(corpus, tmp_path, model={"zero_outputs": True, "hidden_size": None}, init_from=str(finished)))
-    with pytest.raises(LabError, match=r"model\.variant must be vanilla or kv-shift for kvshift plan, got 'smear'"):
-        estimate(PlanConfig(model=ModelConfig(variant="smear")))
-    named, by_targets = (
-        estimate(PlanConfig(model=ModelConfig(hidden_size=64, **model)))
-        for model in ({"variant": "vanilla"}, {"shift_targets": ()})
-    )
-    assert named == by_targets

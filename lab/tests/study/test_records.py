@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from kvshift_lab.commands.reproduce import reproduce as module
+from kvshift_lab.commands.reproduce.reproduce import ReproduceConfig, reproduce
 from kvshift_lab.core import atomic
 from kvshift_lab.core.errors import FolderInUseError, LabError
-from kvshift_lab.recipes import reproduce as module
 from kvshift_lab.recipes import results_pages
 from kvshift_lab.recipes.catalogue import find_recipe
 from kvshift_lab.recipes.mqar import study as mqar
-from kvshift_lab.recipes.reproduce import ReproduceConfig, reproduce
 from kvshift_lab.runs.folder import RunFolder
 from kvshift_lab.study import jobs as kinds
 from kvshift_lab.study import run_study

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvshift_lab import cli
-from kvshift_lab.recipes import reproduce as module
+from kvshift_lab.commands.reproduce import reproduce as module
 from kvshift_lab.recipes.cfg import study as cfg
 from kvshift_lab.recipes.fig01a import study as fig01a
 from kvshift_lab.recipes.mqar import study as mqar

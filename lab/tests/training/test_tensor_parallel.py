@@ -13,8 +13,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvshift.models.retrofit import add_kv_shift
+from kvshift_lab.commands.generate.command import GenerateConfig, generate
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.generate.generate import GenerateConfig, generate
 from kvshift_lab.tasks.induction import InductionConfig
 from kvshift_lab.training.task_training import TaskTrainConfig, train_task
 from kvshift_lab.training.tensor_parallel import check_model, check_tensor_parallel

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
-from kvshift_lab.compare.samples import sample
-from kvshift_lab.compare.step_time import measure_step_time
+from kvshift_lab.commands.compare.samples import sample
+from kvshift_lab.commands.compare.step_time import measure_step_time
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.text import load_text_data
 from kvshift_lab.runs.checkpoints import mark_complete, size_fault
@@ -108,7 +108,7 @@ def test_runs_of_before_and_of_now_are_read_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Code that compares two runs loads both as the class that was trained."""
-    monkeypatch.setattr("kvshift_lab.compare.step_time._LEAST_SECONDS", 1e-9)
+    monkeypatch.setattr("kvshift_lab.commands.compare.step_time._LEAST_SECONDS", 1e-9)
     before = shutil.copytree(plain, tmp_path / "before")
     as_before(before / "model")
     options: Any = {"prompt": "abc", "tokens": 7, "temperature": 0.0, "seed": 3}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from kvshift.layers import recompute
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.variants.bidirectional import EncoderOptions
 from kvshift_lab.variants.building import build_model, describe
@@ -178,7 +177,7 @@ def test_the_lab_and_transformers_load_what_is_saved(name: str, family: str, tmp
     assert not any(report.values())
     assert torch.equal(alone(loaded, ids), alone(model, ids))
     if name != "vanilla":
-        with pytest.raises(Exception, match=r"kv_shift: load it with kvshift\.[a-z0-9_.]+\.\w+"):
+        with pytest.raises(Exception, match=r"kv_shift: load it with kvshift_lab\.[a-z0-9_.]+\.\w+"):
             LlamaForCausalLM.from_pretrained(tmp_path)
 
 
@@ -231,21 +230,6 @@ def test_it_generates_with_a_cache_or_refuses_one(name: str) -> None:
         model.generate(ids, use_cache=True, **how)
     with pytest.raises(ValueError, match=said):
         model(input_ids=ids, use_cache=True)
-
-
-@every_pair
-def test_gradients_do_not_depend_on_what_backward_recomputes(
-    name: str, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a plain `KVShift` can be recomputed; models of this size save everything unless the limit is lowered."""
-    gradients = []
-    for _ in range(2):
-        model = shaken(name, family).train()
-        model(input_ids=torch.arange(20).view(2, 10)).logits.square().sum().backward()
-        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
-        monkeypatch.setattr(recompute, "_MIN_ELEMENTS", {"cpu": 0})
-    for key, gradient in gradients[0].items():
-        assert gradient is gradients[1][key] is None or torch.equal(gradient, gradients[1][key]), key
 
 
 @every_pair

@@ -23,7 +23,6 @@ from kvshift.layers.positions import (
     rotary_table,
     visible_keys,
 )
-from kvshift.layers.recompute import SAVE_ALL, recompute_shift_in_backward
 from kvshift.layers.sequence_sharding import refuse_sharded_sequence
 from kvshift.layers.shift import KVShift, shift_type_error
 from kvshift.ops import ShiftState
@@ -191,7 +190,6 @@ class KVShiftAttention(nn.Module):
             rotary_positions = current.rank if positions is None else positions
             rotary = rotary_table(rotary_positions, self.head_dim, self.rope_base, q.dtype)
         finish = {"rotary": rotary, "norms": (self.q_norm, self.k_norm) if self.qk_norm else None}
-        raw = k, v
         q, k, v, next_state = self.shift(q, k, v, state=start, **where, **finish)
         key_positions = current
         if state is not None:
@@ -201,13 +199,7 @@ class KVShiftAttention(nn.Module):
 
         plain = state is None and not bounded and self.sliding_window is None and self.position_encoding != "alibi"
         bias = None if plain else self._bias(current, key_positions, q.dtype)
-        heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        keep_raw = SAVE_ALL
-        if state is None and torch.is_grad_enabled():
-            keep_raw = recompute_shift_in_backward(self.shift, raw, heads[1:], state=start, **where, **finish)
-        with keep_raw:
-            attended = self._attend(*heads, bias)
-        out = self.o_proj(attended)
+        out = self.o_proj(self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias))
         if mask is not None:
             out = torch.where(mask.unsqueeze(2), out, 0)
 

@@ -10,7 +10,6 @@ Shapes: B batch, T positions of this call, S sequences, H query heads, G KV head
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 from typing import Any, ClassVar
@@ -25,7 +24,6 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
-from kvshift.layers.recompute import SAVE_ALL, recompute_shift_in_backward
 from kvshift.layers.sequence_sharding import refuse_sharded_sequence
 from kvshift.layers.shift import shift_type_error
 from kvshift.models.cache import check_recording, ensure_shift_cache, require_growth, store_document_offset, token_count
@@ -134,31 +132,29 @@ class ShiftedAttention:
     ) -> tuple[Tensor, Tensor | None]:
         heads, cache = self.project(hidden_states), past_key_values if cache is None else cache
         done = None if next_token is None else next_token.shift_and_cache(self, *heads, cache)
-        if done is not None:
-            query, key, value, keep_raw = *done, SAVE_ALL
-        else:
+        if done is None:
             norms = (self.q_norm, self.k_norm) if self.qk_norm else None
             after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
             if self.apply_rotary is not None:
                 after = {"finish": partial(_norm_then_rotate, self.apply_rotary, position_embeddings, norms)}
-            query, key, value, keep_raw = shift_and_cache(
+            done = shift_and_cache(
                 self.shift, *heads, cache, self.layer_idx, mask=shift_mask, seq_idx=shift_seq_idx, **after
             )
+        query, key, value = done
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             attn_implementation or self.config._attn_implementation, self.eager_attention
         )
-        with keep_raw:
-            output, weights = attention(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=self.attention_dropout if self.training else 0.0,
-                scaling=self.scaling,
-                sliding_window=self.sliding_window,
-                **kwargs,
-            )
+        output, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
         return self.output(output), weights
 
 
@@ -189,7 +185,7 @@ def shift_and_cache(
     rotary: Rotary | None = None,
     norms: Norms | None = None,
     finish: Finish | None = None,
-) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[None]]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shift the heads of one layer, continuing from the state in the cache, then normalise, rotate and cache them.
 
     Args:
@@ -201,15 +197,13 @@ def shift_and_cache(
         finish: a family's own function of shifted q and k, used instead of `rotary` and `norms`.
 
     Returns:
-        q (B, H, T, D); k and v (B, G, length, D), cached tokens included; and a context manager for attention, in which
-        autograd saves the raw keys and values instead of the shifted ones (`kvshift.layers.recompute`).
+        q (B, H, T, D); k and v (B, G, length, D), cached tokens included.
     """
     if not hasattr(shift, "targets"):
         raise shift_type_error(shift)
     if layer_idx == 0 and shift.targets:  # once per forward pass
         refuse_sharded_sequence()
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
-    raw = k, v
     if cache is None or not shift.targets:
         q, k, v, _ = shift(q, k, v, keep_state=False, **where)
     else:
@@ -218,11 +212,7 @@ def shift_and_cache(
     if finish is not None:
         q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if cache is not None:
-        return q, *cache.update(k, v, layer_idx), SAVE_ALL
-    if finish is not None or not torch.is_grad_enabled():
-        return q, k, v, SAVE_ALL
-    return q, k, v, recompute_shift_in_backward(shift, raw, (k, v), **where)
+    return q, *((k, v) if cache is None else cache.update(k, v, layer_idx))
 
 
 class ShiftedDecoder:

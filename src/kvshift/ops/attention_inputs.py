@@ -110,7 +110,7 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
     """Call `function`, which shifts k and v, inside a checkpoint, for compiled training.
 
     The compiler then saves the raw k and v for backward, where the gradients of the coefficients need them anyway, and
-    recomputes the shifted ones, as `kvshift.layers.recompute` does without a compiler.
+    recomputes the shifted ones. Without a compiler, autograd keeps both.
     """
     if not _DDP_TAKES_CHECKPOINTS and DistributedDataParallel._active_ddp_module is not None:
         return function(k, v)

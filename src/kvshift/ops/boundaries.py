@@ -85,17 +85,12 @@ def shared_plans(plans: dict[Any, Any] | None = None) -> Iterator[None]:
         _SHARED.plans = outer
 
 
-def is_sharing_plans() -> bool:
-    """Return True within a `shared_plans` context of this thread."""
-    return getattr(_SHARED, "plans", None) is not None
-
-
 def _shareable(plan: Callable[Arguments, ShiftPlan]) -> Callable[Arguments, ShiftPlan]:
     """Let a function that makes plans reuse them within `shared_plans`."""
 
     @functools.wraps(plan)
     def shared(*args: Arguments.args, **where: Arguments.kwargs) -> ShiftPlan:
-        if not is_sharing_plans():
+        if getattr(_SHARED, "plans", None) is None:
             return plan(*args, **where)
         key = (args, *((name, id(value)) for name, value in where.items()))
         if key not in _SHARED.plans:

@@ -45,7 +45,7 @@ def summarize(paired_runs: Sequence[PairedRuns], step_time: dict[str, Any] | Non
 
     Args:
         paired_runs: The runs of each seed, with the same variants.
-        step_time: The measurement of `kvshift_lab.compare.step_time`, which is included unchanged.
+        step_time: The measurement of `kvshift_lab.commands.compare.step_time`, which is included unchanged.
     """
     seeds = [_summarize_seed(each) for each in paired_runs]
     first = paired_runs[0]

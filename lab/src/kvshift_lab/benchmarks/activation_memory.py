@@ -1,7 +1,6 @@
 """Memory that is saved for the backward pass.
 
-Hooks on saved tensors would interfere with `kvshift.layers.recompute`, which is itself such a hook. Instead, this
-counts the memory that a forward pass allocated and that is still held after it has returned.
+This is the memory that a forward pass allocated and that is still held after it has returned.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from kvshift_lab.benchmarks.bench_report import SMOKE, short, write
 from kvshift_lab.benchmarks.cases import Case, Session, measure_case
 from kvshift_lab.benchmarks.presets import PRESETS
 from kvshift_lab.benchmarks.rows import RowFile
-from kvshift_lab.compare.timing import EventClock, WallClock
 from kvshift_lab.core.environment import environment, installed_versions
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.options import OptionTrait, option_names, options_hash
+from kvshift_lab.core.timing import EventClock, WallClock
 from kvshift_lab.runs.folder import RunFolder
 
 _MODULES: dict[Part, str] = {

@@ -12,7 +12,7 @@ import torch
 
 from kvshift_lab.benchmarks.peak import peak_bytes
 from kvshift_lab.benchmarks.presets import Preset
-from kvshift_lab.compare.timing import Clock, Times, describe, measure, quartiles, ratios
+from kvshift_lab.core.timing import Clock, Times, describe, measure, quartiles, ratios
 
 Row = dict[str, Any]
 

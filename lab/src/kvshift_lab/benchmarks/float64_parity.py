@@ -31,7 +31,7 @@ def use_backend(backend: str, module: Any) -> Any:
     """Make every shift of a module use one backend, without recomputation in backward; in place."""
     for part in module.modules():
         if isinstance(part, KVShift):
-            part.forward = functools.partial(part.forward, backend=backend)  # a replaced forward is not recomputed
+            part.forward = functools.partial(part.forward, backend=backend)
     return module
 
 

@@ -22,7 +22,7 @@ from kvshift.ops import dispatch
 from kvshift_lab.benchmarks.cases import Case, Implementation, Session
 from kvshift_lab.benchmarks.float64_parity import SLICE, compare_tensors, gradients, to_reference, use_backend
 from kvshift_lab.benchmarks.presets import ModelSize
-from kvshift_lab.plan.cost import count_parameters, training_memory
+from kvshift_lab.study.cost import count_parameters, training_memory
 
 THEIRS, WITHOUT, OURS = "transformers' Llama", "without shift", "kv shift"
 PLAIN = "kv shift, plain operations"

@@ -21,7 +21,7 @@ import kvshift.models.llama  # noqa: F401, both register their model types
 from kvshift import ShiftOptions
 from kvshift.models.retrofit import add_kv_shift
 from kvshift_lab.check import check_model
-from kvshift_lab.check.checking import report_with_environment
+from kvshift_lab.check.suite import report_with_environment
 from kvshift_lab.core.json_lines import write_lines
 from kvshift_lab.core.messages import say
 

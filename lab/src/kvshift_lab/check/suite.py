@@ -16,6 +16,7 @@ import kvshift
 from kvshift_lab.check.findings import Comparison, NotSupportedError, Report, Verdict, WrongShapeError, origin
 from kvshift_lab.check.properties import PROPERTIES
 from kvshift_lab.check.subject import Subject, evaluation_mode
+from kvshift_lab.core.environment import environment
 
 _WINDOWS = ("sliding_window", "attention_window_size")  # configuration fields
 _CHUNKS = ("attention_chunk_size", "mamba_chunk_size", "chunk_size", "block_size")
@@ -93,6 +94,12 @@ def check_model(
         versions={"kvshift": kvshift.__version__, "python": platform.python_version()}
         | {name: version(name) for name in ("torch", "transformers")},
     )
+
+
+def report_with_environment(report: Report, device: torch.device) -> dict[str, Any]:
+    """Return the report as JSON values, with the environment in which it was made."""
+    found = environment(device, processes=1)
+    return {**report.as_dict(), **found, "versions": {**found["versions"], **report.versions}}
 
 
 def _verdict(subject: Subject, name: str) -> Verdict:

@@ -88,7 +88,7 @@ class AttentionMixin(ShiftedAttention):
         next_token: Any = None,  # for the one call of the package's own attention
         **where: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value, keep_raw = shift_and_cache(
+        query, key, value = shift_and_cache(
             self.shift,
             *self.project(hidden_states),
             past_key_values if cache is None else cache,
@@ -98,8 +98,7 @@ class AttentionMixin(ShiftedAttention):
             rotary=position_embeddings,
             norms=(self.q_norm, self.k_norm) if self.qk_norm else None,
         )
-        with keep_raw:
-            output, weights = self.attend(query, key, value, attention_mask=attention_mask, **where)
+        output, weights = self.attend(query, key, value, attention_mask=attention_mask, **where)
         return self.output(output), weights
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:

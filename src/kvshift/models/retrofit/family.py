@@ -90,6 +90,7 @@ def rotary_family(
     attention: type[ShiftedAttention] = ShiftedAttention,
     decoder: type[RotaryDecoder] = RetrofittedDecoder,
     qk_norm: bool = False,
+    llama_norm: type[nn.Module] | None = None,
     **more: Any,
 ) -> Family:
     """Create a family with rotary embedding, whose classes combine `models/decoder.py` with classes of transformers.
@@ -100,21 +101,24 @@ def rotary_family(
         attention: mixin listed before the family's attention class, for example to change how it projects.
         decoder: mixin listed before the family's decoder class.
         qk_norm: as in `Family`.
+        llama_norm: as in `ShiftedAttention`.
         more: other fields of `Family`.
     """
     plain_attention, plain_decoder, *plain_heads = (getattr(modeling, name) for name in names)
     bases: dict[Any, tuple[type, ...]] = {plain_decoder: (decoder,)}
     bases |= {plain: ((ShiftedGeneration,) if plain.can_generate() else ()) + (Retrofitted,) for plain in plain_heads}
     config = _config_with_shift(plain_decoder.config_class)
+    of_model = {"config_class": config, "has_llama_layers": llama_norm is not None}
     members = {
         "qk_norm": qk_norm,
+        "llama_norm": llama_norm,
         "eager_attention": staticmethod(modeling.eager_attention_forward),
         "apply_rotary": staticmethod(modeling.apply_rotary_pos_emb),
     }
     return Family(
         config=config,
         attention=(plain_attention, _with_shift(plain_attention, (attention,), members)),
-        models={plain: _with_shift(plain, before, {"config_class": config}) for plain, before in bases.items()},
+        models={plain: _with_shift(plain, before, of_model) for plain, before in bases.items()},
         qk_norm=qk_norm,
         **more,
     )

@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from kvshift_lab.analysis.accuracy import draw_curves
 from kvshift_lab.analysis.colors import GREEN, ORANGE, PURPLE
 from kvshift_lab.analysis.panels import LOSS, legend_below, new_figure
-from kvshift_lab.plan.cost import count_parameters, training_flops, training_memory
-from kvshift_lab.plan.dry_run import dry_run
 from kvshift_lab.recipes.fig03 import ENTRY
+from kvshift_lab.recipes.fig03.dry_run import dry_run
 from kvshift_lab.recipes.language_models.settings import LARGE, arms_of, loss_claim
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, holds_if
+from kvshift_lab.study.cost import count_parameters, training_flops, training_memory
 from kvshift_lab.study.jobs import Computation, StudyJob
 from kvshift_lab.study.recipe import Recipe, Record, by_arm, curves_by_label, paired_losses
 from kvshift_lab.variants.building import llama_config
@@ -55,7 +55,7 @@ _NOMINAL_BILLIONS = {"0.2B": 0.14, "2.9B": 2.9, "19B": 19.0}  # billions
 
 
 def try_step(config: Sharded) -> dict[str, Any]:
-    """Return the memory of a dry-run step, the memory planned by `kvshift plan`, and the training FLOPs per token."""
+    """Return the memory of a dry-run step and that by the formulas of `cost.py`, and the training FLOPs per token."""
     options = with_variant(ModelConfig(size=config.size), config.variant)
     model = llama_config(options, vocab_size=1, sequence_length=config.length)
     if config.layers is not None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from kvshift_lab.core.statistics import verdict
 from kvshift_lab.data.config import DataConfig
-from kvshift_lab.plan.cost import training_flops
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, Direction, lower
+from kvshift_lab.study.cost import training_flops
 from kvshift_lab.study.jobs import StudyJob
 from kvshift_lab.study.models import llama_config_from_record
 from kvshift_lab.study.recipe import Record, by_arm, has_diverged, last_loss, paired_losses

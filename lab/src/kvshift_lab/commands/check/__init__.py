@@ -1,0 +1,1 @@
+"""`kvshift check`: whether a causal language model is right at its edges."""

@@ -1,0 +1,90 @@
+"""`kvshift export`: write a model that runs without kvshift, as two programs or as a folder with its code."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import logging
+
+from kvshift_lab.commands.export.mlx_folder import MODEL_FILE, check_mlx, require_mlx, require_mlx_model, write_mlx
+from kvshift_lab.commands.export.options import ExportOptions
+from kvshift_lab.commands.export.programs import check_programs, require_packages, write_programs
+from kvshift_lab.commands.export.remote_code import check_folder, compute, require_known, write_code
+from kvshift_lab.commands.retrofit.command import encode_prompts, require_finite
+from kvshift_lab.core.atomic import new_folder
+from kvshift_lab.core.errors import RunFailedError, require_new
+from kvshift_lab.core.messages import say
+from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved
+
+_say = partial(say, command="export")
+
+
+def export(options: ExportOptions) -> None:
+    """Write the model of `options.model` to `options.out`, with its tokenizer and generation config.
+
+    The result is loaded again without this package and compared with the model on the prompts of `kvshift retrofit`.
+    The folder is created only if it is complete and computes the same.
+
+    Raises:
+        LabError: The model, its tokenizer or the folder cannot be used, or a package is missing (exit code 2).
+        RunFailedError: The logits of the model are not finite, or the exported model cannot be written or computes
+            different results (exit code 3).
+    """
+    options.check()
+    require_new(options.out)
+    if options.format == "mlx":
+        require_mlx()
+    elif not options.remote_code:
+        require_packages(options.format)
+    logging.disable_progress_bar()
+    model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
+    prompts = [ids[0] for ids in encode_prompts(tokenizer, options.model).values()]
+    require_known(model)
+    if options.format == "mlx":
+        require_mlx_model(model)
+
+    with new_folder(options.out) as part:
+        expected = compute(model, prompts)
+        require_finite({name: x for name, x in expected.items() if name.endswith("logits")}, options.model)
+        try:
+            holds = _write(model, part, options)
+            tokenizer.save_pretrained(part)
+        except MODEL_FILE_ERRORS as error:
+            what = "model" if options.remote_code or options.format == "mlx" else "programs"
+            raise RunFailedError(f"the {what} cannot be written to {options.out.parent}: {error}") from error
+        same = _compared(part, prompts, expected, options)
+    _say(f"{options.out} holds a {type(model).__name__} {holds}")
+    _say(f"on {len(prompts)} prompts, {same}")
+
+
+def _write(model: Any, part: Path, options: ExportOptions) -> str:
+    """Write the model to the folder `part`, and return a description of what it holds."""
+    if options.remote_code:
+        model.save_pretrained(part)
+        code = write_code(model, part)
+        return f"and its code, {code.name} of {len(code.read_text(encoding='utf-8').splitlines()):,} lines"
+    if options.format == "mlx":
+        write_mlx(model, part)
+        return f"for mlx-lm, with its code, {MODEL_FILE}"
+    write_programs(model, part, options.format)
+    model.generation_config.save_pretrained(part)
+    return f"as prefill.{options.format} and decode.{options.format}"
+
+
+def _compared(part: Path, prompts: list[Tensor], expected: dict[str, Tensor], options: ExportOptions) -> str:
+    """Compare the exported model with the original and describe their agreement; RunFailedError if they differ."""
+    if options.remote_code:
+        largest = check_folder(part, prompts, expected)
+        same = "equal those" if largest == 0 else f"differ by at most {largest:.1e} from those"
+        return (
+            f"single, left-padded and packed, its logits without kvshift {same} of {options.model}, and it generates "
+            "the same tokens"
+        )
+    if options.format == "mlx":
+        who, largest = "in mlx-lm,", check_mlx(part, prompts, expected)
+    else:
+        who, largest = "single and left-padded,", check_programs(part, options.format, prompts, expected)
+    return f"{who} the greedy tokens equal those of {options.model}, and the logits differ by at most {largest:.1e}"

@@ -1,0 +1,1 @@
+"""`kvshift reproduce`: the figures and tables of the paper, run again."""

@@ -1,1 +1,0 @@
-"""`kvshift plan`."""

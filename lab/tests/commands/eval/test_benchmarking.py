@@ -1,0 +1,310 @@
+"""`kvshift eval --tasks`: against lm-eval's own command, with other batch sizes, after a kill, and with two models."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from kvshift_lab.commands.eval import benchmarking
+from kvshift_lab.commands.eval.answer_cache import open_answer_cache
+from kvshift_lab.commands.eval.benchmarks import BENCHMARKS, PAPER, make_task, prompts
+from kvshift_lab.commands.eval.command import evaluate
+from kvshift_lab.commands.eval.harness import CachedModel, evaluate_benchmark, wrap_for_lm_eval
+from kvshift_lab.commands.eval.items import read_questions
+from kvshift_lab.commands.eval.options import EvalConfig
+from kvshift_lab.core.errors import FolderInUseError, LabError, install_command
+from kvshift_lab.runs.loading import load_model
+from kvshift_lab.variants.by_name import find_variant
+from kvshift_lab.variants.variant import ModelVariant
+
+from ...generation_cases import SHAPE, save_model, tokenizer
+from .benchmark_cases import Scripted, write_benchmarks
+
+LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions get half of these tokens
+
+
+@pytest.fixture(scope="module")
+def shifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_model(tmp_path_factory.mktemp("models") / "shifted", **LONG)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_model(tmp_path_factory.mktemp("models") / "plain", LlamaForCausalLM, **LONG)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def evaluated(folder: Path, mini: Path, output: Path | None = None, *against: Path, **options: Any) -> dict[str, Any]:
+    options = {"tasks": ("hellaswag", "mmlu_cloze", "lambada"), **options}
+    return evaluate(
+        EvalConfig(model=str(folder), data=str(mini), against=tuple(map(str, against)), output=output, **options)
+    )
+
+
+def numbers(found: dict[str, Any], model: int = 0) -> dict[str, Any]:
+    return {
+        (task, name): value
+        for task, values in found["models"][model]["tasks"].items()
+        for name, value in values.items()
+        if name != "metric"
+    }
+
+
+# lm-eval's own command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["shifted", "plain"])
+def test_lm_eval_has_the_same_numbers_of_the_same_folder(model, mini, request, monkeypatch):
+    folder = request.getfixturevalue(model)
+    names = ("lambada", "winogrande", "hellaswag", "arc_easy", "mmlu", "mmlu_cloze", "cmmlu", "math")
+    found = evaluated(folder, mini, tasks=names)["models"][0]["tasks"]
+    arguments = {"pretrained": str(folder), "softmax_dtype": "float32"}
+    encode = HFLM(**arguments, device="cpu").tok_encode  # created as by `lm_eval --model hf`
+
+    def task(name: str) -> Any:
+        benchmark = BENCHMARKS[name]
+        room = 128 if name == "math" else 257
+        fits = lambda prompt, answer: len(encode(prompt + answer)) <= room  # noqa: E731
+        records = prompts(benchmark, read_questions(benchmark.source, str(mini)), fits)
+        return make_task(name, list(records), longest_solution=128)
+
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it would call pip and the drivers
+    results = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=arguments,
+        tasks=[task(name) for name in names],
+        device="cpu",
+        bootstrap_iters=10,
+        task_manager=TaskManager(include_defaults=False),  # it would read all task files of lm-eval
+    )["results"]
+    for name in names:
+        ours, theirs, metric = found[name], results[name], BENCHMARKS[name].metric
+        assert theirs[f"{metric},none"] == ours["score"]
+        assert theirs[f"{metric}_stderr,none"] == pytest.approx(ours["stderr"], rel=1e-12)
+        for other in set(ours) & {"acc", "acc_norm", "acc_bytes"}:
+            assert theirs[f"{other},none"] == ours[other]
+    assert results["lambada"]["perplexity,none"] == pytest.approx(found["lambada"]["perplexity"], rel=1e-5)
+
+
+# Batches
+
+
+@pytest.mark.slow
+def test_the_batch_size_changes_nothing(shifted, mini, tmp_path):
+    """Log-likelihoods differ by no more than the rounding of float32."""
+    tasks = ("lambada", "winogrande", "hellaswag", "arc_challenge", "cmmlu", "mmlu", "mmlu_cloze", "math")
+    found, likelihoods = [], []
+    for size in (1, 3, 64):
+        found.append(numbers(evaluated(shifted, mini, tmp_path / f"{size}.json", tasks=tasks, batch_size=size)))
+        lines = (tmp_path / f"{size}.answers.jsonl").read_text().splitlines()
+        likelihoods.append({record["key"]: record["answer"] for record in map(json.loads, lines)})
+    for other, theirs in zip(found[1:], likelihoods[1:], strict=True):
+        assert other == pytest.approx(found[0], rel=1e-5)
+        assert {name: value for name, value in other.items() if "perplexity" not in name[1]} == {
+            name: value for name, value in found[0].items() if "perplexity" not in name[1]
+        }
+        assert theirs.keys() == likelihoods[0].keys()
+        for key, answer in theirs.items():
+            if isinstance(answer, str):
+                assert answer == likelihoods[0][key]
+            else:
+                assert answer[0] == pytest.approx(likelihoods[0][key][0], rel=1e-5)
+                assert answer[1] == likelihoods[0][key][1]
+
+
+# Resuming
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_stopped_evaluation_asks_for_the_rest_alone(mini, tmp_path):
+    """The evaluation may be stopped anywhere, also in the middle of a line."""
+    questions = read_questions("hellaswag", str(mini))
+    likelihood = lambda context, continuation: -float(len(continuation))  # noqa: E731
+
+    class Stopping(Scripted):
+        def loglikelihood(self, requests, disable_tqdm):
+            for request in requests[:stop]:
+                self._hook.add_partial("loglikelihood", request.args, (likelihood(*request.args), False))
+            raise StoppedError
+
+    whole = evaluate_benchmark(CachedModel(Scripted(likelihood)), "hellaswag", questions)
+    for stop in (0, 1, 5, 12):
+        path, output = tmp_path / f"{stop}.answers.jsonl", tmp_path / f"{stop}.json"
+        with open_answer_cache(output) as kept, pytest.raises(StoppedError):
+            evaluate_benchmark(CachedModel(Stopping(likelihood), kept), "hellaswag", questions)
+        assert len(path.read_text().splitlines()) == stop
+        with path.open("a") as file:
+            file.write('{"key": "half a li')
+        with open_answer_cache(output) as kept:
+            model = Scripted(likelihood)
+            assert evaluate_benchmark(CachedModel(model, kept), "hellaswag", questions) == whole
+        assert model.asked == 12 - stop
+        with open_answer_cache(output) as kept:
+            model = Scripted(likelihood)
+            assert evaluate_benchmark(CachedModel(model, kept), "hellaswag", questions) == whole
+            assert model.asked == 0
+            other = Scripted(lambda context, continuation: -1.0)
+            evaluate_benchmark(CachedModel(other, kept, source="another model"), "hellaswag", questions)
+            assert other.asked == 12
+
+
+def test_what_was_answered_is_not_asked_again(shifted, plain, mini, tmp_path, monkeypatch):
+    output = tmp_path / "eval.json"
+    limited = evaluated(shifted, mini, output, limit=2)
+    kept = len((tmp_path / "eval.answers.jsonl").read_text().splitlines())
+    found = evaluated(shifted, mini, output, plain)
+    fresh = evaluated(shifted, mini, tmp_path / "fresh.json", plain)
+    assert found["differences"] == fresh["differences"]
+    for model in (0, 1):  # batches of other sizes round differently
+        assert numbers(found, model) == pytest.approx(numbers(fresh, model), rel=1e-5)
+    assert limited["models"][0]["tasks"]["hellaswag"]["items"] == 2
+    assert len((tmp_path / "eval.answers.jsonl").read_text().splitlines()) > kept
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        pytest.fail("asked again")
+
+    monkeypatch.setattr(HFLM, "_loglikelihood_tokens", refuse)
+    again = evaluated(shifted, mini, output, plain)
+    assert again["models"] == found["models"]
+
+
+def test_other_weights_in_the_same_folder_are_another_model(plain, mini, tmp_path):
+    folder = tmp_path / "model"
+    output = tmp_path / "eval.json"
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    tokenizer().save_pretrained(folder)
+    found = []
+    for scale in (1.0, -1.0):
+        model.lm_head.weight.data *= scale
+        model.save_pretrained(folder)
+        found.append(numbers(evaluated(folder, mini, output))["lambada", "perplexity"])
+    assert found[0] != pytest.approx(found[1], rel=1e-3)
+
+
+def test_a_file_of_answers_that_is_none_or_in_use(shifted, mini, tmp_path):
+    path = tmp_path / "eval.answers.jsonl"
+    path.write_text('{"key": 1}\n')
+    with pytest.raises(LabError, match=r"output: .*eval\.answers\.jsonl:1 was not written by this command"):
+        evaluated(shifted, mini, tmp_path / "eval.json")
+    path.unlink()
+    with (
+        open_answer_cache(tmp_path / "eval.json"),
+        pytest.raises(FolderInUseError, match="another process is writing to"),
+    ):
+        evaluated(shifted, mini, tmp_path / "eval.json")
+
+
+# Every model that the lab knows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["selective", "selective-key"])
+def test_variants_that_decode_without_a_cache(name, mini, tmp_path):
+    variant = find_variant(name)
+    assert isinstance(variant, ModelVariant)
+    config_class = next(cls for cls in variant.models if cls.__name__ == "KVShiftLlamaConfig")
+    torch.manual_seed(0)
+    cls = variant.models[config_class]
+    shape = SHAPE | LONG | {"vocab_size": 277, "bos_token_id": 0, "eos_token_id": 0}
+    cls(cls.config_class(**shape)).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    found = evaluated(tmp_path / "model", mini, tasks=("math", "hellaswag"))["models"][0]["tasks"]
+    assert found["math"]["items"] == found["hellaswag"]["items"] == 3
+
+
+# Output and refusals
+
+
+def test_the_paper_s_tasks_of_two_models(shifted, plain, mini, tmp_path, capsys):
+    output = tmp_path / "eval.json"
+    found = evaluated(shifted, mini, output, plain, tasks=("paper",))
+    assert json.loads(output.read_text()) == found
+    ours, theirs = (model["tasks"] for model in found["models"])
+    mean = found["models"][0]["average"]
+    assert mean["score"] == pytest.approx(np.mean([ours[name]["score"] for name in PAPER]), rel=1e-12)
+    assert mean["stderr"] == pytest.approx(math.sqrt(sum(ours[name]["stderr"] ** 2 for name in PAPER)) / 8, rel=1e-12)
+    (pair,) = found["differences"]
+    for name in PAPER:
+        assert pair["tasks"][name]["difference"] == pytest.approx(ours[name]["score"] - theirs[name]["score"])
+    assert pair["average"]["difference"] == pytest.approx(mean["score"] - found["models"][1]["average"]["score"])
+    assert pair["average"]["low"] <= pair["average"]["difference"] <= pair["average"]["high"]
+    assert found["chance"]["arc_easy"] == pytest.approx((6 / 4 + 1 / 3) / 7)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["task", "items", "chance", str(shifted), str(plain)]
+    assert [line.split()[0] for line in lines[1:9]] == list(PAPER)
+    assert lines[9].startswith("average of the eight")
+    assert lines[11] == f"{shifted} minus {plain}, percentage points"
+    assert lines[-1] == f"percent correct, ± one standard error; questions from {mini}"
+
+
+def test_prompts_that_are_too_long_are_said(model_folder, mini, capsys):
+    found = evaluated(model_folder, mini, tasks=("mmlu", "lambada"))["models"][0]["tasks"]  # it has 64 positions
+    assert found["mmlu"]["shots"] < 5
+    assert found["lambada"]["cut"] == 0
+    said = capsys.readouterr().err
+    assert "kvshift eval: mmlu: to fit into 64 tokens, 4 of 4 prompts got fewer examples, and " in said
+    assert "lambada: " not in said.replace(f"{model_folder}: lambada", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("mmul",)}, r"tasks: there is no 'mmul'; did you mean mmlu\?"),
+        ({"data": "/absent"}, "data must be a folder or hub; there is no folder /absent"),
+        ({"against": ("/absent",)}, r"model: there is no folder /absent"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_before_a_model_is_loaded(options, message, shifted, mini, monkeypatch):
+    monkeypatch.setattr(benchmarking, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    with pytest.raises(LabError, match=message):
+        evaluate(EvalConfig(**{"model": str(shifted), "data": str(mini), "tasks": ("hellaswag",)} | options))
+
+
+def test_what_a_model_is_not_made_for(shifted, model_folder, mini, tmp_path):
+    with pytest.raises(LabError, match=r"window must be at most 256, the longest context of .*shifted, got 257"):
+        evaluated(shifted, mini, window=257)
+    folder = write_benchmarks(tmp_path)
+    path = folder / "lambada" / "lambada_openai.jsonl"
+    path.write_text(json.dumps({"context": "to be", "continuation": "x" * 65}))
+    with pytest.raises(LabError, match="tasks: lambada has an answer longer than the model's window of 64 tokens"):
+        evaluated(model_folder, folder, tasks=("lambada",))
+
+
+@pytest.mark.slow  # it starts a process
+def test_without_lm_eval_it_says_what_to_install(shifted, mini):
+    program = """
+import sys
+sys.modules["lm_eval"] = None
+from kvshift_lab.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", program, "eval", str(shifted), "--tasks", "lambada", "--data", str(mini)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "300"})
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"kvshift eval: tasks: needs the package 'lm_eval': {install_command('eval')}\n")
+
+
+def test_what_is_asked_is_in_float32_from_the_logits_on(shifted):
+    model, words, _ = load_model(str(shifted), dtype="bfloat16", device="cpu", say=print)
+    assert wrap_for_lm_eval(model, words, batch_size=1).softmax_dtype == torch.float32

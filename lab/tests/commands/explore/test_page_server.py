@@ -1,0 +1,27 @@
+"""The server of a page that `kvshift explore` wrote."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kvshift_lab.commands.explore.page_server import page_server
+from kvshift_lab.core.errors import LabError
+
+
+def test_the_server(tmp_path: Path):
+    """The server uses the loopback address, and the MIME types that browsers require."""
+    for name in ("a.js", "a.mjs", "a.wasm"):
+        (tmp_path / name).write_bytes(b"x")
+    with page_server(tmp_path) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert server.server_address[0] == "127.0.0.1"
+        for name, kind in {"a.js": "text/javascript", "a.mjs": "text/javascript", "a.wasm": "application/wasm"}.items():
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{name}") as answer:
+                assert answer.headers["Content-Type"] == kind
+        with pytest.raises(LabError, match=f"port: {server.server_port} cannot be used"):
+            page_server(tmp_path, server.server_port)
+        server.shutdown()
