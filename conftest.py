@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
 
 from tests import interpreter
-from tests.models_refused import models_refused
 
 interpreter.fix()
 
@@ -77,12 +76,3 @@ def pytest_collection_finish() -> None:
     """Freeze imported objects, so that the garbage collection of each of accelerate's training runs skips them."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test and its fixtures; if it is marked `no_models`, refuse to create models."""
-    if item.get_closest_marker("no_models") is None:
-        return (yield)
-    with models_refused():
-        return (yield)

@@ -17,7 +17,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LEVELS = ("x86-64-v3", "x86-64-v4")
 SOURCE = Path("src/kvshift/ops/cpu/kernel.cpp")
-NOTE = SOURCE.with_name("_kernel.build.txt")  # records why there is no kernel, for `kvshift doctor`
+NOTE = SOURCE.with_name("_kernel.build.txt")  # records why there is no kernel, for `python -m kvshift`
 NOTE_LINES = 20  # how many of the compiler's last lines to record
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-exceptions", "-fno-rtti",

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.no_models
-
 ROOT = Path(__file__).parents[1]
 FOLDER = "src/kvshift/ops/cpu"
 

@@ -4,12 +4,9 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 
 import kvshift
-
-pytestmark = pytest.mark.no_models
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

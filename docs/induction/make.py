@@ -23,7 +23,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.recipes.fig01a import study
 from kvshift_lab.runs.loading import load_tokenizer, load_weights
 from kvshift_lab.study.arm import Arm
@@ -84,7 +84,7 @@ def train(variant: str) -> None:
     optimizer = dataclasses.replace(job.config.optimizer, learning_rate=best_rate(arm))
     out = Path("build/induction") / FOLDERS[variant]
     result = train_task(dataclasses.replace(job.config, out=out, optimizer=optimizer))
-    say(f"{arm}: {result['evaluation']['accuracy']}")
+    log(f"{arm}: {result['evaluation']['accuracy']}")
     folder = HERE / FOLDERS[variant]
     shutil.rmtree(folder, ignore_errors=True)
     load_weights(out / "model").save_pretrained(folder)

@@ -39,7 +39,7 @@ AS_A_COMMAND = ("kvshift_llama", "gemma3_text with shift", "gpt2 with shift")
 def main(other: str) -> None:
     """Run all checks, then run the export in the other environment, too."""
     assert not Path(kvshift.__file__).is_relative_to(ROOT / "src"), "kvshift is imported from the clone, not installed"
-    say(f"transformers {transformers.__version__}, torch {torch.__version__}, kvshift {kvshift.__version__}")
+    log(f"transformers {transformers.__version__}, torch {torch.__version__}, kvshift {kvshift.__version__}")
     for name in OURS:
         check(name)
         generate(name)
@@ -55,7 +55,7 @@ def run(*command: str | Path, where: Path | str = ROOT) -> None:
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(f"installed: {line}", flush=True)
 
 
@@ -63,7 +63,7 @@ def check(name: str) -> None:
     report = check_model(build_stock(name))
     assert report.verdicts, name
     assert not report.wrong, f"{name}: {report.wrong}"
-    say(f"{name}: {len(report.verdicts)} properties, none wrong")
+    log(f"{name}: {len(report.verdicts)} properties, none wrong")
 
 
 def generate(name: str) -> None:
@@ -78,7 +78,7 @@ def check_as_a_command(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         build_stock(name).save_pretrained(folder)
         run(Path(sys.executable).with_name("kvshift"), "check", folder)
-    say(f"kvshift check of a {name}: right")
+    log(f"kvshift check of a {name}: right")
 
 
 def run_the_tutorial() -> None:
@@ -90,7 +90,7 @@ def run_the_tutorial() -> None:
         code = Path(folder) / "tutorial.py"
         code.write_text("\n".join(blocks), encoding="utf-8")
         run(sys.executable, code, where=folder)
-    say(f"tutorial: {len(blocks)} blocks ran after `{line}`")
+    log(f"tutorial: {len(blocks)} blocks ran after `{line}`")
 
 
 def export(other: str) -> None:
@@ -107,7 +107,7 @@ def export(other: str) -> None:
             model.save_pretrained(folder)
             write_code(model, Path(folder))
             off = check_folder(Path(folder), prompts, expected, python=other)
-        say(f"{name}, exported with transformers {transformers.__version__}: off by {off:.1e} with {there}")
+        log(f"{name}, exported with transformers {transformers.__version__}: off by {off:.1e} with {there}")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ import tyro
 from kvshift_lab import cli
 from kvshift_lab.command_line import read
 
-pytestmark = pytest.mark.no_models
-
 
 @dataclass(frozen=True, kw_only=True)
 class Colour:

@@ -111,11 +111,11 @@ def test_loading_a_checkpoint_of_any_dtype_gives_float32(dtype, assign):
 
 def test_deepcopy_loads_into_itself():
     original = layer(seed=0)
-    twin = copy.deepcopy(original)
-    twin.load_state_dict({name: x.bfloat16() for name, x in layer(seed=1).state_dict().items()}, assign=True)
-    assert {x.dtype for x in twin.parameters()} == {torch.float32}
+    loaded = copy.deepcopy(original)
+    loaded.load_state_dict({name: x.bfloat16() for name, x in layer(seed=1).state_dict().items()}, assign=True)
+    assert {x.dtype for x in loaded.parameters()} == {torch.float32}
     assert torch.equal(original.alpha, layer(seed=0).alpha)
-    assert not torch.equal(twin.alpha, original.alpha)
+    assert not torch.equal(loaded.alpha, original.alpha)
 
 
 def test_meta_device():

@@ -12,8 +12,8 @@ from kvshift.models.llama import ensure_shift_cache
 from kvshift.models.versions import CACHE
 
 from .llama.checks import ATOL, VARIANTS, assert_next, every_variant, logits_of, reference_of
-from .llama.tiny import left_padded, random_tokens, tiny_config, tiny_model
-from .registry import MODELS
+from .llama.tiny import left_padded, random_tokens, right_padded, tiny_config, tiny_model
+from .registry import MODELS, RETROFITTED
 
 
 def filled(model, row: torch.Tensor, *, recording: bool = False) -> DynamicCache:
@@ -176,6 +176,56 @@ def test_static_caches_refuse_what_they_cannot_do():
     ):
         with pytest.raises(NotImplementedError, match=r"a static cache .*use a DynamicCache"):
             operation()
+
+
+WITH_WINDOW = {
+    name: build
+    for name, build in {**MODELS, **RETROFITTED}.items()
+    if any("sliding" in layer_type for layer_type in build().config.layer_types)
+}
+
+
+def fed(model, cache, calls: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Feed a number of tokens to each row in each call, padded on the right, check their logits; return the rows."""
+    rows, mask = [torch.empty(0, dtype=torch.long) for _ in calls[0]], torch.empty(len(calls[0]), 0, dtype=torch.long)
+    for call, lengths in enumerate(calls):
+        pieces = [random_tokens(length, seed=10 * call + length) for length in lengths]
+        ids, new = right_padded(pieces)
+        before, mask = mask.sum(1), torch.cat([mask, new], dim=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        rows = [torch.cat(both) for both in zip(rows, pieces, strict=True)]
+        for i, row in enumerate(rows):
+            expected = reference_of(model, row)[int(before[i]) :]
+            torch.testing.assert_close(logits[i, new[i].bool()], expected, rtol=0, atol=ATOL)
+    return rows
+
+
+def test_there_are_models_with_windows():
+    assert {"Llama, sliding window", "Baichuan-M1", "Mistral, retrofitted", "Gemma 3, retrofitted"} <= set(WITH_WINDOW)
+
+
+@pytest.mark.parametrize("name", WITH_WINDOW)
+def test_padding_after_tokens_in_a_static_cache_no_longer_than_the_window(name: str):
+    model = WITH_WINDOW[name](torch.float64)
+    window = model.config.sliding_window  # 5 or 7
+    for length in (window - 1, window):
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        calls = [(2, 1), (0, 1), *([(1, 1)] * (length - 3))]
+        fed(model, cache, calls)
+        cache.reset()
+        fed(model, cache, [(1, 1)] * length)  # without padding
+
+
+@pytest.mark.parametrize("name", WITH_WINDOW)
+def test_padding_after_tokens_in_a_longer_static_cache_is_refused(name: str):
+    """Before the window counts padding: at once or, if all layers have a window, when the tokens exceed it."""
+    model = WITH_WINDOW[name](torch.float64)
+    window = model.config.sliding_window
+    with pytest.raises(
+        ValueError, match="attention_mask must be padded on the left with a static cache that is longer"
+    ):
+        fed(model, StaticCache(config=model.config, max_cache_len=32), [(2, 1), (0, 1), *([(1, 1)] * window)])
 
 
 def test_an_adopted_cache_is_left_alone():

@@ -1,5 +1,6 @@
 """Calls that cannot be right are refused before they begin, with the reason."""
 
+import peft
 import pytest
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
@@ -12,7 +13,7 @@ from kvshift.models.versions import CACHE
 
 from .llama.checks import logits_of, new_tokens_of
 from .llama.tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model
-from .registry import MODELS
+from .registry import MODELS, RETROFITTED
 from .retrofit.tiny_families import stock
 
 
@@ -42,6 +43,23 @@ def test_a_cache_that_holds_tokens_of_the_plain_model(model):
         model(random_tokens(1, 1), **{CACHE: cache})
     with pytest.raises(ValueError, match=r"already holds tokens"):
         new_tokens_of(model, random_tokens(1, 6), **{CACHE: cache})
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # PEFT uses the earlier name
+@pytest.mark.parametrize("name", [name for name in {**MODELS, **RETROFITTED} if "no shift" not in name])
+def test_prefix_tuning(name: str):
+    """Its prefix is a cache of keys and values that were never shifted."""
+    config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    prefixed = peft.get_peft_model({**MODELS, **RETROFITTED}[name](torch.float32), config)
+    ids = random_tokens(1, 6)
+    message = "prefix tuning gives such a cache: use prompt tuning or LoRA in its place"
+    for call in (
+        lambda: prefixed(ids),
+        lambda: prefixed(ids, labels=ids),
+        lambda: prefixed.generate(input_ids=ids, max_new_tokens=3, use_cache=False),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("layers", [1, 3])

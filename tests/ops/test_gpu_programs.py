@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kvshift.ops import ShiftState, kv_shift
+from kvshift.ops import ShiftState, comparison, kv_shift
 from kvshift.ops.triton import launch as triton_launch
 
 from . import checks
@@ -225,3 +225,14 @@ def test_tensors_on_a_device_that_is_not_the_current_one():
     for name, result in outcome(there(case, torch.device("cuda", 1)), "auto").items():
         assert result.device.index == 1
         assert torch.equal(result.cpu(), expected[name].cpu()), name
+
+
+# The report
+
+
+def test_the_comparison_of_the_report_finds_nothing_wrong(monkeypatch):
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr(comparison, "_DTYPES", (torch.bfloat16,))  # the interpreter is slow
+    lines = list(comparison.compare_backends(DEVICE))
+    assert [line for line in lines if not line.endswith(": right")] == []
+    assert any(line.startswith(f"triton on {DEVICE}") for line in lines)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +62,11 @@ class Server:
         self.kill()
         raise AssertionError(f"the server did not answer within {SECONDS:.0f} s:\n{self.said()[-8000:]}")
 
-    def terminate(self) -> list[psutil.Process]:
-        """Stop the server; return the processes that it had started."""
-        assert self.process is not None
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.terminate()
-        return children
-
     def kill(self) -> None:
         """Kill the server and the processes that it has started."""
-        for process in self.terminate():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
         assert self.process is not None
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            process.kill()
         self.process.kill()
         self.process.wait(60)
 

@@ -167,7 +167,10 @@ def changed(folder: Path, copy: Path, fields: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [("missing", "(has no coefficients|not initialized from checkpoint).*{name}"), ("NaN", "{name} must be finite")],
+    [
+        ("missing", r"not initialized from checkpoint.*model\.layers\.1\.self_attn\.shift\.beta"),
+        ("NaN", r"coefficients of model\.layers\.1\.self_attn\.shift must be finite"),
+    ],
 )
 def test_coefficients_of_a_checkpoint(change: str, reason: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.shift.beta"
@@ -177,5 +180,5 @@ def test_coefficients_of_a_checkpoint(change: str, reason: str, checkpoint: Chec
     if change == "NaN":
         weights[name] = beta.fill_(torch.nan)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=reason.format(name=name)):
+    with pytest.raises(ValueError, match=reason):
         LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=32)

@@ -1,19 +1,14 @@
-"""vLLM's own server over HTTP: many clients, some of which leave, invalid requests, and a stop while it answers.
+"""vLLM's own server over HTTP: many clients, some of which leave, and invalid requests.
 
-One server answers all tests of this file, in their order; the last test stops it.
+One server answers all tests of this file.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 from collections.abc import Iterator
-from contextlib import aclosing, suppress
 from pathlib import Path
 
-import aiohttp
-import psutil
 import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
@@ -22,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 from .load import CONTEXT, TOKENS, Prompt, continued, prompts_for, withstand
-from .server import SECONDS, Server, body, free_port, serve, stream
+from .server import Server, free_port, serve
 
 VOCABULARY, REQUESTS = 277, 200
 MARGIN = 1e-3  # rounding changes logits of about 1 by a thousand times less in float32
@@ -139,28 +134,3 @@ def test_a_malformed_request_gets_an_error_and_the_next_is_answered(
     assert response.json()["error"]["message"]
     assert server.answer(str(run), prompts[0].tokens, TOKENS) == prompts[0].answer
     assert server.metrics()["num_requests_running"] == 0
-
-
-def test_stopped_while_it_answers_the_same_command_serves_again(
-    server: Server, run: Path, prompts: list[Prompt]
-) -> None:
-    children: list[psutil.Process] = []
-    answered: list[int] = []
-
-    async def stopped_in_the_middle() -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
-            request = body(str(run), prompts[0].tokens, CONTEXT - len(prompts[0].tokens))
-            async with aclosing(stream(session, server.url, request)) as events:
-                async for event in events:
-                    answered.extend(event)
-                    if not children:
-                        children.extend(server.terminate())
-
-    with suppress(aiohttp.ClientError, json.JSONDecodeError, KeyError):  # the stream may end with an error message
-        asyncio.run(stopped_in_the_middle())
-    assert 0 < len(answered) < CONTEXT - len(prompts[0].tokens)
-    assert children
-    _, alive = psutil.wait_procs(children, timeout=120)
-    assert not alive, f"still there two minutes after the server: {alive}"
-    server.start()
-    assert server.answer(str(run), prompts[1].tokens, TOKENS) == prompts[1].answer

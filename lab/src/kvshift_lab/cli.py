@@ -119,12 +119,6 @@ _COMMANDS = {
         "kvshift_lab.commands.check.command:check",
         "kvshift check runs/mine",
     ),
-    "doctor": _Command(
-        "Report versions, devices, kernels, backends; test the operator",
-        "kvshift_lab.doctor.doctor_config:DoctorConfig",
-        "kvshift_lab.doctor.doctor:doctor",
-        "kvshift doctor",
-    ),
     "retrofit": _Command(
         "Add KV shift to a pretrained model, initialised to the identity",
         "kvshift_lab.commands.retrofit.options:RetrofitOptions",
@@ -143,7 +137,7 @@ _COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvshift` with `arguments` (default: `sys.argv[1:]`) and return the exit code.
 
-    0: success. 1: an internal error, with its traceback, or a problem found by `check` or `doctor`. 2: bad options or
+    0: success. 1: an internal error, with its traceback, or a problem found by `check`. 2: bad options or
     input. 3: the run failed while it ran. 4: the run folder is in use. 128 + n: ended by signal n (130 or 143).
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]

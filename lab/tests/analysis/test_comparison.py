@@ -13,8 +13,6 @@ from kvshift_lab.runs.run import read_run
 
 from .run_folders import write_pair, write_run
 
-pytestmark = pytest.mark.no_models
-
 RATIO = {"ratio": 1.19, "low": 1.17, "high": 1.23}
 STEP_TIME = {"milliseconds": {"vanilla": 31.0, "kv-shift": 37.0}, "ratios": {"kv-shift": RATIO}}
 
@@ -157,10 +155,10 @@ def test_runs_on_other_sequences_are_not_compared(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 61}, "steps: 60 there, 61 here"),
-        ({"data": {"corpus": "other.txt"}}, r"data\.corpus: 'tinyshakespeare' there, 'other\.txt' here"),
-        ({"data_facts": {"train_sample": "9c"}}, r"data_facts\.train_sample: '5e' there, '9c' here"),
-        ({"model": {"hidden_size": 59, "shift_targets": ["k", "v"]}}, r"model\.hidden_size: 53 there, 59 here"),
+        ({"steps": 61}, "steps: recorded 60, given 61"),
+        ({"data": {"corpus": "other.txt"}}, r"data\.corpus: recorded 'tinyshakespeare', given 'other\.txt'"),
+        ({"data_facts": {"train_sample": "9c"}}, r"data_facts\.train_sample: recorded '5e', given '9c'"),
+        ({"model": {"hidden_size": 59, "shift_targets": ["k", "v"]}}, r"model\.hidden_size: recorded 53, given 59"),
     ],
 )
 def test_runs_that_are_no_twins_are_not_compared(tmp_path, change, message):

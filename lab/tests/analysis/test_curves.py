@@ -16,8 +16,6 @@ from kvshift_lab.runs.run import read_run
 
 from .run_folders import write_pair, write_run
 
-pytestmark = pytest.mark.no_models
-
 
 def lines_of(axes, style):
     return [line for line in axes.lines if line.get_marker() == style]

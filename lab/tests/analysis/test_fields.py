@@ -9,8 +9,6 @@ from kvshift_lab.theory.gradient_flow import take_steps
 from kvshift_lab.theory.limit_loss import exact, script
 from kvshift_lab.theory.loss_field import loss_field
 
-pytestmark = pytest.mark.no_models
-
 
 def test_panels_show_levels_streams_and_induction():
     rows = {

@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from kvshift_lab.analysis.head_report import steps_reached
-
-pytestmark = pytest.mark.no_models
 
 
 def write(path: Path, *accuracies: dict[str, float | None]) -> Path:

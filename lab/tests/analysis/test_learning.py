@@ -6,8 +6,6 @@ import pytest
 
 from kvshift_lab.analysis.learning import StepsToLevel, compare_steps, steps_to, steps_to_level
 
-pytestmark = pytest.mark.no_models
-
 
 def reach(*steps, last_steps=600.0, level=0.99):
     return StepsToLevel(

@@ -5,8 +5,6 @@ import pytest
 
 from kvshift_lab.analysis.maps import coefficient_counts, count_coefficients, counts_by_layer, map_attention, map_scores
 
-pytestmark = pytest.mark.no_models
-
 PLACES = ("previous", "earlier-1", "earlier", "earlier+1", "earlier+2")
 
 

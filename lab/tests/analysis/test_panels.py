@@ -13,8 +13,6 @@ from kvshift_lab.analysis.panels import legend_below
 from .drawn import colors_by_label, first_points_cut_off, hidden_by_legends, ticks_between_whole_numbers
 from .run_folders import write_pair, write_run
 
-pytestmark = pytest.mark.no_models
-
 
 def test_a_variant_has_one_color_whatever_stands_beside_it_and_in_whatever_order():
     assert colors_of(["KV-shift", "vanilla"]) == colors_of(["vanilla", "KV-shift"])

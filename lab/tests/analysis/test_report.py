@@ -14,8 +14,6 @@ from kvshift_lab.analysis.report import verdicts, write_report
 from .narrow import Page, faults_on_a_phone
 from .run_folders import write_pair, write_run
 
-pytestmark = pytest.mark.no_models
-
 RATIO = {"ratio": 1.19, "low": 1.17, "high": 1.23}
 STEP_TIME = {"milliseconds": {"vanilla": 31.0, "kv-shift": 37.0}, "ratios": {"kv-shift": RATIO}}
 SAMPLES = {

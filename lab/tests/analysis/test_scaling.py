@@ -9,8 +9,6 @@ import pytest
 
 from kvshift_lab.analysis.scaling import fit_power_law
 
-pytestmark = pytest.mark.no_models
-
 SIZES = [2.4e4, 8e4, 2e5, 4.5e5, 9.8e5]  # close to the sizes of the recipe for a laptop
 EXPONENT, CRITICAL = 0.076, 8.8e13  # from Kaplan et al. (2020)
 

@@ -4,8 +4,6 @@ import pytest
 
 from kvshift_lab.analysis.tables import as_text
 
-pytestmark = pytest.mark.no_models
-
 NUMBERS = [("model", "first", "second", "third"), ("a", "1", "22", "333"), ("longer", "4,444", "5", "6")]
 WORDS = [("name", "cost"), ("short", "one two three four five six seven"), ("b", "-")]
 

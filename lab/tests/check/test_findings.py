@@ -8,8 +8,6 @@ from torch import nn
 
 from kvshift_lab.check.findings import Comparison, NotSupportedError, is_refusal
 
-pytestmark = pytest.mark.no_models
-
 
 def raised(function, *arguments) -> Exception:
     try:

@@ -19,8 +19,6 @@ from kvshift_lab.core.options import (
     to_json,
 )
 
-pytestmark = pytest.mark.no_models
-
 
 @dataclass(frozen=True, kw_only=True)
 class Strings:
@@ -68,7 +66,7 @@ def test_an_option_that_came_late_leaves_older_hashes_as_they_are() -> None:
     assert options_hash(Lute, older) == HASH
     assert differences(Lute, older, to_json(LUTE) | {"capo": False}) == {}
     assert differences(Lute, older, to_json(replace(LUTE, strings=Strings(coating="gut")))) == {
-        "strings.coating": "strings.coating: None there, 'gut' here"
+        "strings.coating": "strings.coating: recorded None, given 'gut'"
     }
 
 

@@ -5,8 +5,6 @@ import pytest
 from kvshift_lab.core.seeds import generator_for, seed_for
 from kvshift_lab.tasks import batch_generator
 
-pytestmark = pytest.mark.no_models
-
 
 @pytest.mark.parametrize(
     ("purpose", "seed", "expected"),

@@ -14,8 +14,6 @@ from kvshift_lab.core.statistics import (
     verdict,
 )
 
-pytestmark = pytest.mark.no_models
-
 
 def test_mean_and_standard_error_worked_by_hand():
     # The deviations are -3, -1, 4, so the variance is 26 / 2 = 13.

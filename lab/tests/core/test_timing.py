@@ -9,8 +9,6 @@ import torch
 
 from kvshift_lab.core.timing import EventClock, measure, quartiles
 
-pytestmark = pytest.mark.no_models
-
 
 class TellingClock:
     """A clock that takes the returned value of each call as its duration."""

@@ -21,8 +21,6 @@ import zstandard
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.files import find_files, read_files
 
-pytestmark = pytest.mark.no_models
-
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,

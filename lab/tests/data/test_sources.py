@@ -20,8 +20,6 @@ from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.files import bundled_corpora
 from kvshift_lab.data.sources import load_documents
 
-pytestmark = pytest.mark.no_models
-
 
 def column(documents: datasets.Dataset | datasets.IterableDataset) -> list[str]:
     assert documents.column_names == ["text"]

@@ -9,13 +9,9 @@ import pytest
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift_lab.study.jobs import RunJob
 
-pytestmark = pytest.mark.no_models
-
 WITHOUT_GRID = {
     ("fig04", "laptop"): "every rate is shown",
-    ("phase", "search"): "every rate is a setting of its own",
     ("decide", "pilot"): "it measures what seeds change, and decides nothing",
-    ("retrofit", "longer"): "it has the rate that the laptop's grid gave both of its parts",
 }
 FEWER_RATES = {("cfg", "long"): 2}
 TRAIN = [

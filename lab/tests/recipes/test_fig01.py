@@ -12,8 +12,6 @@ from kvshift_lab.study.recipe import Record
 
 from ..study.cases import made_up
 
-pytestmark = pytest.mark.no_models
-
 OPTIONS = {"task": {"name": "induction", "length": 16, "vocab_size": 64}, "steps": 400}
 ALWAYS = {"vanilla, 4 layers": (0.1, 0.5, 0.95, 1.0), "vanilla, 2 layers": (0.1, 0.5, 0.95, 1.0)}
 NEVER = (0.1, 0.1, 0.1, 0.1)

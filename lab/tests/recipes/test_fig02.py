@@ -16,8 +16,6 @@ from kvshift_lab.theory.loss_field import Field, loss_field
 
 from ..study.cases import made_up
 
-pytestmark = pytest.mark.no_models
-
 RECIPE = fig02.RECIPE
 
 

@@ -10,11 +10,10 @@ from kvshift_lab.recipes.fig04 import study as fig04
 from kvshift_lab.recipes.fig04.study import PAPER_RATES
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.recipe import Record
-from kvshift_lab.variants.by_name import PAIR
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 from ..study.cases import made_up
 
-pytestmark = pytest.mark.no_models
 RECIPE = fig04.RECIPE
 
 
@@ -23,7 +22,7 @@ def records(gains: list[float], *, size: str | None = "1.5B") -> list[Record]:
     found = []
     for rate in PAPER_RATES:
         for seed, gain in enumerate(gains):
-            for variant in PAIR:
+            for variant in SHIFTED_AND_VANILLA:
                 end = 3 + 0.1 * seed - (gain if variant == "kv-shift" else 0)
                 curve = {"step": [100, 200, 300], "loss": [5.0, 3.9, end]}
                 options = {"optimizer": {"learning_rate": 4 * rate}, "model": {"size": size}}

@@ -22,11 +22,11 @@ from ..analysis.drawn import (
     ticks_between_whole_numbers,
 )
 
-# The streamlines of Figure 2 take seconds. The jobs of `neighbours` need parameter counts, and so models.
-MARKS = {"fig02": [pytest.mark.slow, pytest.mark.no_models], "neighbours": []}
+# The streamlines of Figure 2 take seconds.
+MARKS = {"fig02": [pytest.mark.slow]}
 RESULTS = Path(__file__).parents[3] / "results"
 KEPT = [
-    pytest.param(name, preset, id=f"{name}-{preset}", marks=MARKS.get(name, pytest.mark.no_models))
+    pytest.param(name, preset, id=f"{name}-{preset}", marks=MARKS.get(name, []))
     for name, entry in CATALOGUE.items()
     for preset in entry.presets
     if (RESULTS / entry.runs / f"{preset}.jsonl").exists()
@@ -46,8 +46,6 @@ NO_STEPS = (
     "fig02",
     "fig03",
     "tab03",
-    "depth",
-    "phase",
     "decide",
     "keys_values",
 )  # figures without steps on the horizontal axis

@@ -12,10 +12,11 @@ import pytest
 
 from kvshift_lab.core.errors import RunFailedError
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
-from kvshift_lab.recipes.language_models import STUDY, lm_figures, lm_tables
+from kvshift_lab.recipes.language_models import STUDY, lm_figures
 from kvshift_lab.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift_lab.recipes.language_models.settings import TABLES, GridPoint, arm_at
 from kvshift_lab.recipes.results_pages import complete_presets, results_page
+from kvshift_lab.recipes.tables import study as tables
 from kvshift_lab.study.cost import count_parameters
 from kvshift_lab.study.jobs import StudyJob
 from kvshift_lab.study.recipe import LEAST_LOSS, Record, has_diverged
@@ -31,7 +32,7 @@ ALIKE = [0.02, 0.021, 0.019]
 
 
 def made(
-    variant: str, point: GridPoint, loss: float, *, seed: int = 0, rate: float = 8e-3, tunes: bool = False
+    variant: str, point: GridPoint, loss: float, *, seed: int = 0, rate: float = 8e-3, tuning: bool = False
 ) -> Record:
     width = {12: 768, 4: 64, 2: 64}[point.layers]
     options = {
@@ -44,7 +45,7 @@ def made(
     arm = arm_at(point, variant)
     curve = {"step": [100, 200], "loss": [loss + 1, loss]}
     record = made_up(arm, seed, curve=curve, options=options)
-    return replace(record, arm=replace(arm, rate=rate), tunes=arm) if tunes else record
+    return replace(record, arm=replace(arm, rate=rate), tuning_for=arm) if tuning else record
 
 
 def seeds(losses: Mapping[str, Sequence[float]], points: Sequence[GridPoint] = (GridPoint(2, 128),)) -> list[Record]:
@@ -61,7 +62,7 @@ def paper_grid(variant: str, flip: float = 1.0) -> list[Record]:
     """Return the paper's cells as tuning runs, and a run per length at one rate; `flip` = -1 reverses their order."""
     found = []
     for (rate, length), loss in LOSSES[variant].items():
-        found.append(made(variant, GridPoint(12, length), flip * loss, seed=1000, rate=rate, tunes=True))
+        found.append(made(variant, GridPoint(12, length), flip * loss, seed=1000, rate=rate, tuning=True))
     lengths = {length for _, length in LOSSES[variant]}
     return found + [made(variant, GridPoint(12, length), flip * 3.3, rate=2e-3) for length in sorted(lengths)]
 
@@ -90,10 +91,10 @@ def test_equal_runs_of_two_recipes_have_one_name_and_runs_of_one_name_are_equal(
         tuning = [] if grid is None else tuning_jobs(recipe.jobs(preset, grid.seeds), grid)
         for job in [*jobs, *tuning]:
             assert isinstance(job, StudyJob)
-            run, text = (job.arm, job.seed, job.tunes), repr(job.config)
+            run, text = (job.arm, job.seed, job.tuning_for), repr(job.config)
             shared += run in by_name
             assert by_name.setdefault(run, text) == text
-            if job.tunes is None:
+            if job.tuning_for is None:
                 assert by_config.setdefault(text, run) == run
     assert shared > 20
 
@@ -101,7 +102,7 @@ def test_equal_runs_of_two_recipes_have_one_name_and_runs_of_one_name_are_equal(
 def test_the_laptop_is_the_paper_at_a_quarter_of_the_length_and_four_times_the_rate() -> None:
     grid, scale = CATALOGUE["tab07"].presets["laptop"].grid, TABLES["laptop"].scale
     assert grid is not None
-    assert {lm_tables._paper_rate(rate / scale) for rate in grid.rates} <= set(RATES)
+    assert {tables._paper_rate(rate / scale) for rate in grid.rates} <= set(RATES)
     assert {point.length * scale for point in TABLES["laptop"].points} <= set(LENGTHS)
     paper = CATALOGUE["tab07"].presets["paper"].grid
     assert paper is not None
@@ -148,14 +149,14 @@ def test_the_papers_tables_are_whole() -> None:
 
 def test_a_table_stands_beside_the_papers_cell_by_cell() -> None:
     records = [*paper_grid("vanilla"), *paper_grid("kv-shift")]
-    text = lm_tables.side_by_side(records, "kv-shift")
+    text = tables.side_by_side(records, "kv-shift")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert rows[0][1:] == [f"12 layers, {length} tokens" for length in LENGTHS[:-1]] + ["12 layers, 4096 tokens |"]
     assert rows[1][0] == "| 0.0001 (0.0001)"
     assert rows[1][1] == "3.7689 (3.7689)"
     assert rows[5][3] == "3.2983 (3.2983)"
     assert rows[7][:2] == ["| own best, mean over seeds", "3.3000 (3.4381)"]
-    assert lm_tables.correlations(records, "kv-shift") == (
+    assert tables.correlations(records, "kv-shift") == (
         "Spearman's rank correlation with the paper's cells, KV-shift: of the losses 1.00 (30 cells); "
         "of the differences from vanilla 1.00 (30 cells)."
     )
@@ -163,34 +164,34 @@ def test_a_table_stands_beside_the_papers_cell_by_cell() -> None:
 
 def test_cells_in_the_opposite_order_correlate_at_minus_one() -> None:
     records = [*paper_grid("vanilla", -1), *paper_grid("kv-shift", -1)]
-    assert "of the losses -1.00 (30 cells); of the differences from vanilla -1.00" in lm_tables.correlations(
+    assert "of the losses -1.00 (30 cells); of the differences from vanilla -1.00" in tables.correlations(
         records, "kv-shift"
     )
-    assert "differences" not in lm_tables.correlations(records, "vanilla")
+    assert "differences" not in tables.correlations(records, "vanilla")
 
 
 def test_the_laptops_cells_stand_beside_those_of_four_times_the_length_and_a_quarter_of_the_rate() -> None:
     points = [GridPoint(2, 64), GridPoint(2, 128), GridPoint(4, 128)]
     records = seeds({"vanilla": ALIKE}, points)
     records += [
-        made("vanilla", point, 3.0 + rate, seed=1000, rate=rate, tunes=True)
+        made("vanilla", point, 3.0 + rate, seed=1000, rate=rate, tuning=True)
         for point in points
         for rate in (4e-3, 8e-3)
     ]
-    text = lm_tables.side_by_side(records, "vanilla")
+    text = tables.side_by_side(records, "vanilla")
     assert "| 0.004 (0.001) | 3.0040 (3.4701) | 3.0040 (3.3816) | 3.0040 (3.3816) |" in text
     assert "| 0.008 (0.002) | 3.0080 (3.4505) | 3.0080 (3.3605) | 3.0080 (3.3605) |" in text
-    assert "(4 cells)" in lm_tables.correlations(records, "vanilla")  # those with two layers
+    assert "(4 cells)" in tables.correlations(records, "vanilla")  # those with two layers
 
 
 def test_a_cell_that_diverged_says_so_and_is_never_the_best() -> None:
     point = GridPoint(2, 128)
-    good = made("vanilla", point, 3.5, seed=1000, rate=4e-3, tunes=True)
-    bad = replace(made("vanilla", point, 2.5, seed=1000, rate=8e-3, tunes=True), result={"diverged_at": 7})
+    good = made("vanilla", point, 3.5, seed=1000, rate=4e-3, tuning=True)
+    bad = replace(made("vanilla", point, 2.5, seed=1000, rate=8e-3, tuning=True), result={"diverged_at": 7})
     assert has_diverged(bad)
     assert best_rates([good, bad], LEAST_LOSS) == {arm_at(point, "vanilla"): 4e-3}
     records = [good, bad, *seeds({"vanilla": ALIKE})]
-    assert "| 0.008 (0.002) | diverged (3.3605) |" in lm_tables.side_by_side(records, "vanilla")
+    assert "| 0.008 (0.002) | diverged (3.3605) |" in tables.side_by_side(records, "vanilla")
 
 
 @pytest.mark.parametrize(
@@ -213,9 +214,9 @@ def test_where_a_run_diverged_nothing_is_shown() -> None:
 
 def test_latent_attention_stands_beside_the_papers_one_rate() -> None:
     records = [*paper_grid("mla"), *paper_grid("mla-kv-shift")]
-    text = lm_tables.side_by_side(records, "mla-kv-shift")
+    text = tables.side_by_side(records, "mla-kv-shift")
     assert "| 0.002 (0.002) | 3.4987 (3.4987) | 3.4069 (3.4069) |" in text
-    assert "differences from MLA 1.00 (5 cells)" in lm_tables.correlations(records, "mla-kv-shift", "mla")
+    assert "differences from MLA 1.00 (5 cells)" in tables.correlations(records, "mla-kv-shift", "mla")
     grid = CATALOGUE["tab15"].presets["paper"].grid
     assert grid is not None
     assert grid.rates == (2e-3,)
@@ -372,7 +373,7 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
 
 
 def test_the_page_says_what_was_not_run(tmp_path: Path) -> None:
-    text = results_page(complete_presets(tmp_path))
+    text = results_page([each.claims for each in complete_presets(tmp_path)])
     assert "## Not run yet" in text
     assert all(name in text.partition("## Not run yet")[2] for name in CATALOGUE)
     assert "|\n| [" not in text  # no row with a verdict

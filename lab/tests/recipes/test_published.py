@@ -32,9 +32,9 @@ def test_published_runs_are_those_of_the_preset(name: str, preset: str) -> None:
     shown, grid = without_tuning_runs(records), recipe.presets[preset].grid
     jobs = recipe.jobs(preset, sorted({record.seed for record in shown}))
     if grid is not None:
-        tuning = [record for record in records if record.tunes is not None]
-        tunes = tuning_jobs(recipe.jobs(preset, grid.seeds), grid)
-        jobs = [*tunes, *at_best_rates(jobs, best_rates(tuning, recipe.tuned_by))]
+        tuning = [record for record in records if record.tuning_for is not None]
+        searched = tuning_jobs(recipe.jobs(preset, grid.seeds), grid)
+        jobs = [*searched, *at_best_rates(jobs, best_rates(tuning, recipe.tuned_by))]
     by_run = {(record.arm, record.seed): record for record in records}
     for options in (record.options for record in records if "data_facts" in record.options):
         assert options["steps"] * options["batch_size"] <= options["data_facts"]["train_rows"], "a text is read twice"

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.recipes import results_pages
-from kvshift_lab.recipes.catalogue import find_recipe
-from kvshift_lab.recipes.results_pages import SUMMARY_ROWS, complete_presets, results_page, summary_page
+from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
+from kvshift_lab.recipes.results_pages import (
+    SUMMARY_ROWS,
+    PresetClaims,
+    archived_claims,
+    complete_presets,
+    recipe_pages,
+    results_page,
+    summary_page,
+)
 from kvshift_lab.study.arm import arm_from_label
 from kvshift_lab.study.claims import not_testable
 from kvshift_lab.study.preset_report import report
@@ -19,8 +28,6 @@ from kvshift_lab.study.records import read_records, write_records
 
 from ..analysis.run_folders import write_pair
 from ..study.cases import made_up
-
-pytestmark = pytest.mark.no_models
 
 OPTIONS = {
     "task": {"name": "induction", "length": 16, "vocab_size": 64},
@@ -59,6 +66,10 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
+def claims_of(results: Path) -> list[PresetClaims]:
+    return [*(each.claims for each in complete_presets(results)), *archived_claims(results)]
+
+
 def test_a_broken_record_is_named(results: Path) -> None:
     path = results / "fig01a" / "laptop.jsonl"
     path.write_text(path.read_text() + '{"label": "x"}\n')
@@ -66,21 +77,31 @@ def test_a_broken_record_is_named(results: Path) -> None:
         read_records(path)
 
 
-def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(results: Path) -> None:
-    text = results_page(complete_presets(results))
-    table = text.partition("\n## ")[0]
-    assert table.count("| [fig01a](#fig01a-laptop-one-layer-learns-induction) |") == 4
-    assert "\n## fig01a, laptop: one layer learns induction\n" in text
-    assert "What was run: width 24, layers 3, steps 400, sequences per step 8, learning rate 0.002, task name " in text
-    assert "![one layer learns induction](../results/fig01a/laptop.svg)" in text
-    assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of CPU time." in text
+def test_each_claim_has_one_row_and_links_to_the_page_of_its_recipe(results: Path) -> None:
+    text = results_page(claims_of(results))
+    assert text.count("| [fig01a](../results/fig01a/page.md#laptop) |") == 4
+    (page,) = recipe_pages(complete_presets(results)).values()
+    assert page.startswith("# fig01a: one layer learns induction\n\n## laptop\n")
+    assert "What was run: width 24, layers 3, steps 400, sequences per step 8, learning rate 0.002, task name " in page
+    assert "![one layer learns induction](laptop.svg)" in page
+    assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of CPU time." in page
+
+
+def test_claims_of_an_archived_recipe_keep_their_rows(results: Path) -> None:
+    (before,) = claims_of(results)
+    (results / "gone").mkdir()
+    values = {"seeds": "3", "rates": "one for all", "claims": [asdict(before.claims[0])]}
+    (results / "gone" / "archived.json").write_text(json.dumps({"commit": "c0ffee12", "presets": {"long": values}}))
+    _, archived = claims_of(results)
+    assert archived == replace(before, recipe="gone", preset="long", seeds="3", claims=[before.claims[0]])
+    assert "[gone](../results/gone/page.md#long) | long | 3 | one for all |" in results_page([archived])
 
 
 def test_what_runs_at_one_rate_decide_is_decided_at_one_rate(results: Path) -> None:
-    lines = results_page(complete_presets(results)).splitlines()
-    decided = [line for line in lines if line.startswith("| [fig01a]") and "**not shown**" not in line]
+    lines = results_page(claims_of(results)).splitlines()
+    decided = [line for line in lines if "| [fig01a]" in line and "**not shown**" not in line]
     assert decided
-    assert all("| one for all | **" in line and line.endswith("** at one rate |") for line in decided)
+    assert all("** at one rate |" in line and line.endswith("| one for all |") for line in decided)
 
 
 def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) -> None:
@@ -91,12 +112,15 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
             options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
             final = 0.99 if rate == best else 0.5
             records.append(
-                replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=arm_from_label(label))
+                replace(
+                    made_up(label, 1000, curve=curve(0.1, final), options=options), tuning_for=arm_from_label(label)
+                )
             )
     write_records(path, records)
-    text = results_page(complete_presets(results))
-    assert "| own best of 3 | **" in text
+    text = results_page(claims_of(results))
+    assert "| own best of 3 |" in text
     assert "at one rate |" not in text
+    (text,) = recipe_pages(complete_presets(results)).values()
     assert "At an end of the grid, so a better rate may lie beyond it: vanilla, 2 layers (0.004)." in text
 
 
@@ -107,8 +131,8 @@ def test_where_rates_are_the_question_each_model_has_several(results: Path) -> N
         options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
         records = [replace(record, options=options) if record.seed == seed else record for record in records]
     write_records(path, records)
-    text = results_page(complete_presets(results))
-    assert "| several for each | **" in text
+    text = results_page(claims_of(results))
+    assert "| several for each |" in text
     assert "at one rate |" not in text
 
 
@@ -117,7 +141,7 @@ def test_rates_that_follow_from_the_size_are_one_for_each(results: Path) -> None
     smaller = {**OPTIONS, "model": {"family": "llama", "hidden_size": 12}, "optimizer": {"learning_rate": 0.004}}
     records = [replace(r, options=smaller) if r.arm.label == "vanilla, 1 layer" else r for r in read_records(path)]
     write_records(path, records)
-    assert "| one for each size | **" in results_page(complete_presets(results))
+    assert "| one for each size |" in results_page(claims_of(results))
 
 
 def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +149,11 @@ def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypa
     first, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
     changed = replace(recipe, claims=lambda records: [replace(first, own=True), *others])
     monkeypatch.setattr(results_pages, "find_recipe", lambda name: changed)
-    paper, _, own = results_page(complete_presets(results)).partition("\n## Our own questions\n")
+    paper, _, own = results_page(claims_of(results)).partition("\n## Our own questions\n")
     assert first.statement not in paper
     assert all(claim.statement in paper for claim in others)
-    own, _, section = own.partition("\n## ")
     assert first.statement in own
+    (section,) = recipe_pages(complete_presets(results)).values()
     paper, _, own = section.partition("\n\nOur own questions:\n\n")
     assert first.statement not in paper
     assert all(claim.statement in paper for claim in others)
@@ -137,7 +161,7 @@ def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypa
 
 
 def test_steps_to_both_levels_stand_by_model(results: Path) -> None:
-    text = results_page(complete_presets(results))
+    (text,) = recipe_pages(complete_presets(results)).values()
     # 0.9 at the third evaluation; 0.99 at step 400 in one seed and 394.7 in the other: 397.4 e^(+-0.0841)
     [row] = [line for line in text.splitlines() if line.startswith("| vanilla, 2 layers |")]
     _, _, ninety, ninety_nine, _ = row.split("|")
@@ -189,11 +213,10 @@ def test_a_claim_that_two_recipes_share_stands_once_with_both_links(
     monkeypatch.setattr(results_pages, "CATALOGUE", {"fig01a": recipe.entry, "fig01b": other.entry})
     (results / "fig01b").mkdir()
     shutil.copy(results / "fig01a" / "laptop.jsonl", results / "fig01b")
-    table = results_page(complete_presets(results)).partition("\n## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| [fig01a]")]
+    rows = [line for line in results_page(claims_of(results)).splitlines() if "page.md#laptop" in line]
     assert len(rows) == 4
-    assert all(row.startswith("| [fig01a](") and ", [fig01b](#fig01b-laptop-" in row for row in rows)
-    assert "\n| [fig01b]" not in table
+    links = [f"[{name}](../results/{name}/page.md#laptop)" for name in ("fig01a", "fig01b")]
+    assert all(f"| {', '.join(links)} |" in row for row in rows)
 
 
 def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,18 +225,20 @@ def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.
     claims = [replace(first, direction="holds", by="arithmetic"), not_testable(second, "it is too small"), *others]
     changed = replace(recipe, claims=lambda records: claims)
     monkeypatch.setattr(results_pages, "find_recipe", lambda name: changed)
-    text = results_page(complete_presets(results))
-    assert "| one for all | **holds** by arithmetic |" in text
-    assert "| one for all | **not testable here** |" in text  # not "at one rate"
-    assert f"it is too small; {second.note} | **not testable here** |" in text
+    text = results_page(claims_of(results))
+    assert "| **holds** by arithmetic |" in text
+    assert f"| {second.statement} | **not testable here** |" in text  # not "at one rate"
+    (page,) = recipe_pages(complete_presets(results)).values()
+    assert f"it is too small; {second.note} | **not testable here** |" in page
 
 
 PROJECT = Path(__file__).parents[3]
 
 
 def test_the_summary_says_what_the_results_say_in_a_dozen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results_pages, "CATALOGUE", dict.fromkeys(row.recipe for row in SUMMARY_ROWS))
-    found = complete_presets(PROJECT / "results")
+    needed = [row.recipe for row in SUMMARY_ROWS if row.recipe in CATALOGUE]
+    monkeypatch.setattr(results_pages, "CATALOGUE", dict.fromkeys(needed))
+    found = claims_of(PROJECT / "results")
     short = summary_page(found)
     long = (PROJECT / "docs/results.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in short.splitlines() if line.startswith("| ")][1:]
@@ -224,19 +249,14 @@ def test_the_summary_says_what_the_results_say_in_a_dozen_rows(monkeypatch: pyte
         "not shown": "not shown",
         "not testable here": "not testable here",
     }
-    complete = {(each.recipe.name, each.preset) for each in found}
-    run = [row for row in SUMMARY_ROWS if (row.recipe, row.preset) in complete]
-    for (_, ours, verdict, _, link), main in zip(rows, run, strict=True):
-        found = [line for line in long.splitlines() if f"[{main.recipe}](#" in line and f"| {main.statement}" in line]
-        (line,) = [line for line in found if f"| {main.preset} |" in line]
+    for (_, ours, verdict, _, link), main in zip(rows, SUMMARY_ROWS, strict=True):
+        (line,) = [line for line in long.splitlines() if link in line and f"| {main.statement}" in line]
         assert f"| {ours} |" in line
         assert f"**{words[verdict.strip('*')]}**" in line
-        anchor = link.rpartition("#")[2].rstrip(")")
-        assert f"](#{anchor})" in line
 
 
 def test_a_summary_of_a_claim_that_is_gone_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = results_pages.SummaryRow("Something", "fig01a", "laptop", "One layer with KV shift flies")
     monkeypatch.setattr(results_pages, "SUMMARY_ROWS", [row])
     with pytest.raises(LabError, match=r"fig01a laptop must have one claim 'One layer with KV shift flies' .*got 0"):
-        summary_page(complete_presets(results))
+        summary_page(claims_of(results))

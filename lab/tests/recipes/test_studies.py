@@ -13,8 +13,6 @@ from kvshift_lab.study.run_study import job_folder
 
 from ..study.cases import Counting, counting_recipe, made_up, runs
 
-pytestmark = pytest.mark.no_models
-
 
 def test_what_two_recipes_share_is_run_once_and_kept_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = {

@@ -18,8 +18,6 @@ from kvshift_lab.theory.limit_loss import Form, exact, token_logits
 
 from ..study.cases import made_up
 
-pytestmark = pytest.mark.no_models
-
 RECIPE = tab03.RECIPE
 PRINTED = Form(others=6, side="A2")  # T = 8
 

@@ -48,7 +48,7 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(finished, longer
     # Repeating the command finds the run finished; the shorter command is another run.
     train(tiny(corpus, out, steps=20))
     assert "finished" in capfd.readouterr().err
-    with pytest.raises(LabError, match="steps: 20 there, 12 here"):
+    with pytest.raises(LabError, match="steps: recorded 20, given 12"):
         train(tiny(corpus, out))
 
 
@@ -111,9 +111,9 @@ def test_without_a_checkpoint_a_finished_run_is_not_begun_anew(finished, corpus,
 
 def test_other_options_are_still_refused(finished, corpus, tmp_path):
     out = copied(finished, tmp_path, without=())
-    with pytest.raises(LabError, match="batch_size: 4 there, 2 here"):
+    with pytest.raises(LabError, match="batch_size: recorded 4, given 2"):
         train(tiny(corpus, out, steps=20, batch_size=2))
-    with pytest.raises(LabError, match=r"optimizer\.warmup_steps: 1 there, 2 here"):
+    with pytest.raises(LabError, match=r"optimizer\.warmup_steps: recorded 1, given 2"):
         train(at(tiny(corpus, out, steps=20), warmup_steps=2))
     assert (out / "result.json").exists()
 

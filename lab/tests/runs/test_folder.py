@@ -144,7 +144,7 @@ def test_a_run_from_before_an_option_resumes(finished, corpus, tmp_path, there):
     assert_same_run(out, finished)
     (out / "result.json").unlink()
     config = tiny(corpus, out)
-    with pytest.raises(LabError, match=r"model\.attention_bias: (None|False) there, True here"):
+    with pytest.raises(LabError, match=r"model\.attention_bias: recorded (None|False), given True"):
         train(replace(config, model=replace(config.model, attention_bias=True)))
 
 
@@ -191,7 +191,7 @@ def test_lines_that_are_no_records(tmp_path, line, problem):
     path, said = tmp_path / "metrics.jsonl", []
     path.write_text(f'{{"kind": "eval", "step": 1}}\n{line}\n{{"kind": "eval", "step": 2}}\n')
     text = path.read_text()
-    with closing(Metrics(path, up_to_step=2, say=said.append)):
+    with closing(Metrics(path, up_to_step=2, log=said.append)):
         assert [record["step"] for record in read_metrics(path, "eval")] == [1, 2]
     path.write_text(text)
     assert said == [f"{path}: line 2 is damaged ({problem}); only this line is left out"]
@@ -203,13 +203,13 @@ def test_lines_beyond_the_checkpoint_go_without_a_word(tmp_path):
     """After a power failure, blocks of zeros may follow what was synced with the checkpoint."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "eval", "step": 1}\n{"kind": "eval", "step": 2}\n\0\0\0\n{"kind": "eval", "step": 3}\n')
-    with closing(Metrics(path, up_to_step=2, say=pytest.fail)):
+    with closing(Metrics(path, up_to_step=2, log=pytest.fail)):
         assert [record["step"] for record in read_metrics(path, "eval")] == [1, 2]
 
 
 def test_line_that_does_not_fit_is_taken_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with closing(Metrics(path, up_to_step=0, say=pytest.fail)) as lines:
+    with closing(Metrics(path, up_to_step=0, log=pytest.fail)) as lines:
         lines.write(kind="train", step=1)
         before = path.read_text()
         with disk_of(len(before) + 7), pytest.raises(RunFailedError, match=r"jsonl could not be written: .*kept"):

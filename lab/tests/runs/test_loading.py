@@ -89,7 +89,7 @@ def test_a_truncated_checkpoint_is_not_loaded(run_folder: Path) -> None:
     weights = run_folder / "checkpoint-100" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(LabError, match="checkpoint-100 could not be loaded"):
-        load_model(str(weights.parent), say=print)
+        load_model(str(weights.parent), log=print)
 
 
 @pytest.mark.parametrize("command", ["check", "generate", "eval", "analyze", "retrofit"])
@@ -140,7 +140,7 @@ def test_weights_that_do_not_fit_are_named(change: dict, said: str, model_folder
     weights = {name: tensor for name, tensor in weights.items() if tensor is not None}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(LabError, match=said):
-        load_model(str(folder), device="cpu", say=print)
+        load_model(str(folder), device="cpu", log=print)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def test_a_configuration_that_transformers_refuses(changes: dict, why: str, mode
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(LabError, match=rf"refused could not be loaded: .*{why}"):
-        load_model(str(folder), device="cpu", say=lambda note: None)
+        load_model(str(folder), device="cpu", log=lambda note: None)
 
 
 def test_a_pickled_checkpoint_is_not_loaded(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save(KVShiftLlamaForCausalLM.from_pretrained(model_folder).state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(LabError, match="could not be loaded"):
-        load_model(str(folder), say=print)
+        load_model(str(folder), log=print)
 
 
 def test_a_tokenizer_of_another_model(model_folder: Path, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_tokenizer_of_another_model(model_folder: Path, tmp_path: Path) -> Non
     with pytest.raises(
         LabError, match=r"tokenizer .* does not fit the model: its ids go up to \d+, the model's up to 276"
     ):
-        load_model(str(folder), say=print)
+        load_model(str(folder), log=print)
 
 
 def test_no_model_in_a_folder(tmp_path: Path) -> None:
@@ -210,11 +210,11 @@ def test_wrong_device(model_folder: Path) -> None:
         with pytest.raises(
             LabError, match=f"device must be auto, cpu, or an accelerator of this machine; got '{name}'"
         ):
-            load_model(str(model_folder), device=name, say=print)
+            load_model(str(model_folder), device=name, log=print)
 
 
 def test_a_bfloat16_model_keeps_its_coefficients(model_folder: Path) -> None:
-    model, *_ = load_model(str(model_folder), dtype="bfloat16", say=print)
+    model, *_ = load_model(str(model_folder), dtype="bfloat16", log=print)
     dtypes = {".shift." in name: parameter.dtype for name, parameter in model.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
 

@@ -32,7 +32,7 @@ def test_a_long_evaluation_is_told_and_a_short_one_is_not(clock, capsys: pytest.
 def test_bytes_are_told_in_megabytes_with_the_speed_in_tokens(clock, total, of, left) -> None:
     """`kvshift eval` reads texts, and the size of a streamed text is not known."""
     said: list[str] = []
-    counter = ProgressReporter("a run", total, "bytes", say=said.append)
+    counter = ProgressReporter("a run", total, "bytes", log=said.append)
     for _ in range(4):
         clock[0] += 6.0
         counter.update(250_000, tokens=60_000)

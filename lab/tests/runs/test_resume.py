@@ -172,12 +172,12 @@ def test_lines_after_a_signal_are_those_of_a_run_without_one(corpus, tmp_path, m
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"steps": 11}, "steps: 12 there, 11 here"),
-        ({"eval_rows": None}, "eval_rows: 11 there, None here"),
-        ({"tokens_per_step": 296}, "tokens_per_step: 148 there, 296 here"),
+        ({"steps": 11}, "steps: recorded 12, given 11"),
+        ({"eval_rows": None}, "eval_rows: recorded 11, given None"),
+        ({"tokens_per_step": 296}, "tokens_per_step: recorded 148, given 296"),
         (
             {"model": {"hidden_size": 24, "num_attention_heads": 2, "shift_targets": ()}},
-            r"model.shift_targets: \['k', 'v'\] there, \[\] here",
+            r"model.shift_targets: recorded \['k', 'v'\], given \[\]",
         ),
     ],
     ids=["steps", "eval_rows", "tokens", "targets"],
@@ -198,7 +198,7 @@ def test_model_left_open_is_compared_once_it_is_known(finished, corpus, tmp_path
     out = tmp_path / "run"
     train(tiny(corpus, out, model={"num_hidden_layers": 3}, steps=1))
     (out / "result.json").unlink()
-    with pytest.raises(LabError, match=r"model.num_hidden_layers: 3 there, 2 here"):
+    with pytest.raises(LabError, match=r"model.num_hidden_layers: recorded 3, given 2"):
         train(tiny(corpus, out, steps=1))
 
 

@@ -61,7 +61,7 @@ def test_it_resumes_with_the_same_bits(smeared: Path, corpus: Path, tmp_path: Pa
     train(tiny(corpus, run, model={"variant": "smear"}, data={"packing": "documents"}))
     assert_same_run(run, smeared)
     (run / "result.json").unlink()
-    with pytest.raises(LabError, match=r"model\.variant: 'smear' there, None here"):
+    with pytest.raises(LabError, match=r"model\.variant: recorded 'smear', given None"):
         train(tiny(corpus, run, data={"packing": "documents"}))
 
 

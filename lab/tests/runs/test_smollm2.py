@@ -50,7 +50,7 @@ def test_an_ordinary_folder_of_transformers(gguf: Path, tmp_path: Path, monkeypa
     folder = tmp_path / "cache" / "model"
     convert(gguf, folder, sha256=digest(gguf))
     monkeypatch.undo()
-    model, words, _ = load_model(str(folder), say=lambda text: None)
+    model, words, _ = load_model(str(folder), log=lambda text: None)
     assert words.get_vocab() == tokenizer().get_vocab()
     for name, weight in tiny_llama().state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=0)

@@ -55,7 +55,7 @@ class Counting:
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
         there = options["beads"]
-        return [] if there == self.beads else [f"beads: {there} there, {self.beads} here"]
+        return [] if there == self.beads else [f"beads: recorded {there}, given {self.beads}"]
 
     def run(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ def test_records_of_before_there_were_arms_are_found_by_the_arms_of_today(name: 
 def test_a_record_says_its_arm_as_data(tmp_path: Path) -> None:
     tuned = Arm(case="no shift")
     run = replace(made_up(tuned, options={"optimizer": {"learning_rate": 2e-3}}), arm=replace(tuned, rate=2e-3))
-    records = [replace(run, tunes=tuned), made_up(Arm(variant="kv-shift", layers=1))]
+    records = [replace(run, tuning_for=tuned), made_up(Arm(variant="kv-shift", layers=1))]
     path = tmp_path / "records.jsonl"
     write_records(path, records)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -58,10 +58,10 @@ def test_a_record_says_its_arm_as_data(tmp_path: Path) -> None:
         ({"variant": "kv-shift", "layers": 1}, None),
     ]
     assert read_records(path) == records
-    for line, (label, tunes) in zip(
+    for line, (label, tuned_label) in zip(
         lines, (("no shift, rate 0.002", "no shift"), ("KV-shift, 1 layer", None)), strict=True
     ):
         del line["arm"]
-        line |= {"label": label, "tunes": tunes}
+        line |= {"label": label, "tunes": tuned_label}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_records(path) == records

@@ -9,8 +9,6 @@ import pytest
 from kvshift_lab.analysis.learning import StepsToLevel, compare_steps
 from kvshift_lab.study.claims import higher, percent, points, reached, sign_test, sooner, times, within
 
-pytestmark = pytest.mark.no_models
-
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "found"),

@@ -143,7 +143,8 @@ def test_a_partial_record_of_other_options_is_refused(beads: list[Counting], tmp
     beads[1] = replace(beads[1], beads=8)
     beads[1].run(job_folder(tmp_path / "out/abacus/smoke", beads[1]))  # the new job is finished, too
     with pytest.raises(
-        LabError, match=r"smoke\.partial\.jsonl holds Beads, a, seed 1, with other options:\n  beads: 7 there, 8 here"
+        LabError,
+        match=r"smoke\.partial\.jsonl holds Beads, a, seed 1, with other options:\n  beads: recorded 7, given 8",
     ):
         reproduce(config(tmp_path))
     assert store(tmp_path).partial_path.read_bytes() == before
@@ -152,8 +153,8 @@ def test_a_partial_record_of_other_options_is_refused(beads: list[Counting], tmp
 
 def test_records_of_an_older_setting_stay_until_all_are_new(beads: list[Counting], tmp_path: Path) -> None:
     """The old records are of runs that no job repeats, or of the same runs with other options."""
-    old = [replace(made_up(f"Beads, {kind}", 0, options={"beads": 6}), tunes=Arm(case="Beads")) for kind in "ab"]
-    for records in (old, [replace(record, tunes=None) for record in old]):
+    old = [replace(made_up(f"Beads, {kind}", 0, options={"beads": 6}), tuning_for=Arm(case="Beads")) for kind in "ab"]
+    for records in (old, [replace(record, tuning_for=None) for record in old]):
         write_records(store(tmp_path).complete_path, records)
         before = store(tmp_path).complete_path.read_bytes()
         stop_after(beads, 2, tmp_path)
@@ -222,7 +223,7 @@ def test_a_process_killed_while_it_writes_leaves_the_file_whole(
 
 def test_what_a_run_filled_in_does_not_differ() -> None:
     """Device, precision and vocabulary are filled in, and facts about the data are not compared."""
-    job: Any = find_recipe("depth").jobs("laptop", [0])[0]
+    job: Any = find_recipe("decide").jobs("laptop", [0])[0]
     job = replace(job, config=replace(job.config, data=replace(job.config.data, vocab_size=None)))
     asked = kinds.to_json(job.config)
     assert asked["device"] == "auto"
@@ -235,10 +236,10 @@ def test_what_a_run_filled_in_does_not_differ() -> None:
         "data_facts": {"tokens": 512},
     }
     assert job.other_options(filled) == []
-    assert job.other_options({**filled, "steps": 2}) == [f"steps: 2 there, {job.config.steps} here"]
+    assert job.other_options({**filled, "steps": 2}) == [f"steps: recorded 2, given {job.config.steps}"]
 
 
 def test_the_page_ignores_partial_records(beads: list[Counting], tmp_path: Path) -> None:
-    before = results_pages.results_page(results_pages.complete_presets(tmp_path))
+    before = results_pages.recipe_pages(results_pages.complete_presets(tmp_path))
     write_records(tmp_path / "fig01a" / "laptop.partial.jsonl", [made_up("vanilla, 2 layers")])
-    assert results_pages.results_page(results_pages.complete_presets(tmp_path)) == before
+    assert results_pages.recipe_pages(results_pages.complete_presets(tmp_path)) == before

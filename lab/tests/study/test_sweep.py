@@ -20,8 +20,6 @@ from kvshift_lab.training.callbacks import InterruptedRunError
 
 from .cases import Counting, runs
 
-pytestmark = pytest.mark.no_models
-
 
 def results(folders: list[Path]) -> list[dict]:
     return [json.loads((folder / "result.json").read_text()) for folder in folders]

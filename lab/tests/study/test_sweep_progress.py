@@ -13,8 +13,6 @@ from kvshift_lab.study.sweep_progress import last_step, report_progress
 
 from .cases import Counting
 
-pytestmark = pytest.mark.no_models
-
 
 def write(out: Path, text: str) -> None:
     out.mkdir(exist_ok=True)
@@ -42,7 +40,7 @@ def test_a_run_that_has_not_begun_is_at_step_0(tmp_path: Path) -> None:
 
 def test_where_there_is_no_terminal_lines_tell_how_far_each_run_is(tmp_path: Path, monkeypatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("kvshift_lab.study.sweep_progress.say", said.append)
+    monkeypatch.setattr("kvshift_lab.study.sweep_progress.log", said.append)
     clock = SimpleNamespace(monotonic=itertools.count(0, 60).__next__)
     monkeypatch.setattr("kvshift_lab.study.sweep_progress.time", clock)
     jobs = [(Counting(label=label), tmp_path / label) for label in ("quick", "slow", "last")]

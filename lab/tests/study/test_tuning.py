@@ -31,7 +31,7 @@ def run(variant: str, rate: float, final: float, *, reached: int = 200, seed: in
     options = {"optimizer": {"learning_rate": rate}, "steps": 400}
     curve = {"step": [1, reached - 1, reached, 400], "queries": [0.1, 0.1, final, final], "loss": [3.0, 3.0, 1.0, 1.0]}
     return replace(
-        made_up(f"{variant}, rate {rate}", seed, curve=curve, options=options), tunes=arm_from_label(variant)
+        made_up(f"{variant}, rate {rate}", seed, curve=curve, options=options), tuning_for=arm_from_label(variant)
     )
 
 
@@ -81,15 +81,15 @@ def test_tuning_runs_differ_in_the_rate_alone_and_share_no_seed_with_the_reporte
     assert preset.grid is not None
     jobs = tuning_jobs(mqar.RECIPE.jobs("laptop", preset.grid.seeds), preset.grid)
     variants = {job.arm for job in mqar.RECIPE.jobs("laptop", range(preset.seeds))}
-    asked = {(job.tunes, job.config.optimizer.learning_rate, job.seed) for job in jobs}
+    asked = {(job.tuning_for, job.config.optimizer.learning_rate, job.seed) for job in jobs}
     assert asked == {
         (variant, rate, seed) for variant in variants for rate in preset.grid.rates for seed in preset.grid.seeds
     }
     assert not {job.seed for job in jobs} & set(range(preset.seeds))
     for job in jobs:
-        twin = next(one for one in mqar.RECIPE.jobs("laptop", [job.seed]) if one.arm == job.tunes)
-        optimizer = replace(twin.config.optimizer, learning_rate=job.config.optimizer.learning_rate)
-        assert job.config == replace(twin.config, optimizer=optimizer)
+        counterpart = next(one for one in mqar.RECIPE.jobs("laptop", [job.seed]) if one.arm == job.tuning_for)
+        optimizer = replace(counterpart.config.optimizer, learning_rate=job.config.optimizer.learning_rate)
+        assert job.config == replace(counterpart.config, optimizer=optimizer)
 
 
 def test_reported_runs_are_at_the_chosen_rate():
@@ -97,7 +97,7 @@ def test_reported_runs_are_at_the_chosen_rate():
     jobs = at_best_rates(arms, dict.fromkeys((job.arm for job in arms), 0.125))
     assert {job.config.optimizer.learning_rate for job in jobs} == {0.125}
     assert [job.arm for job in jobs] == [job.arm for job in arms]
-    assert all(job.tunes is None for job in jobs)
+    assert all(job.tuning_for is None for job in jobs)
 
 
 @pytest.mark.parametrize(("rates", "seeds"), [((), (1000,)), ((1e-2, 1e-3), (1000,)), ((1e-3,), ()), ((1e-3,), (3,))])
@@ -129,7 +129,7 @@ def test_the_command_tunes_first_and_reports_what_it_chose(two_variants: Recipe,
     folder = tmp_path / "mqar" / "smoke"
     records = read_records(folder / "records.jsonl")
     assert len(records) == 4 + 2
-    chosen = best_rates([record for record in records if record.tunes is not None], mqar.RECIPE.tuned_by)
+    chosen = best_rates([record for record in records if record.tuning_for is not None], mqar.RECIPE.tuned_by)
     shown = without_tuning_runs(records)
     assert {record.arm: record.options["optimizer"]["learning_rate"] for record in shown} == chosen
     assert {record.seed for record in shown} == {0}

@@ -11,8 +11,6 @@ import torch
 from kvshift_lab.tasks import cfg, hop, induction, mqar
 from kvshift_lab.tasks.igsm import task as igsm
 
-pytestmark = pytest.mark.no_models
-
 TEXT = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text(encoding="utf-8")
 
 

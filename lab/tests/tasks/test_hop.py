@@ -10,8 +10,6 @@ from kvshift_lab.tasks import HopConfig, HopTask, hop
 
 from .cases import check_shape, drawn, seeded
 
-pytestmark = pytest.mark.no_models
-
 
 def hops_from(letters: str, start: int, count: int) -> int | None:
     """Return hop_count(start), with positions from 0, or None where it is undefined."""

@@ -15,8 +15,6 @@ from kvshift_lab.tasks import InductionConfig, InductionTask, induction
 
 from .cases import check_shape, drawn_numbers, seeded
 
-pytestmark = pytest.mark.no_models
-
 WALKED = ("script", "latest", "raw")
 
 

@@ -15,8 +15,6 @@ from kvshift_lab.tasks import MQARConfig, MQARTask, mqar
 
 from .cases import check_shape, drawn_numbers, seeded
 
-pytestmark = pytest.mark.no_models
-
 FIGURE_2 = [(64, 4), (128, 8), (256, 16)]
 
 

@@ -11,8 +11,6 @@ from kvshift_lab.tasks import NGramConfig, NGramTask, ngram
 
 from .cases import check_shape, drawn_numbers, seeded
 
-pytestmark = pytest.mark.no_models
-
 
 def table_of(task: NGramTask) -> dict[tuple[int, ...], int]:
     return dict(zip(map(tuple, task.pairs.tolist()), task.targets.tolist(), strict=True))

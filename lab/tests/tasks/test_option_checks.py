@@ -22,8 +22,6 @@ from kvshift_lab.tasks import (
 
 from .cases import TASKS
 
-pytestmark = pytest.mark.no_models
-
 
 @pytest.mark.parametrize(
     ("config", "options", "message"),

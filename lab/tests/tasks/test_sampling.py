@@ -13,8 +13,6 @@ from kvshift_lab.tasks.sampling import distinct_rows
 
 from .cases import seeded
 
-pytestmark = pytest.mark.no_models
-
 
 @pytest.mark.parametrize(("count", "population"), [(1, 7), (2, 5), (3, 4), (4, 4)])
 def test_every_ordered_choice_is_as_likely(count: int, population: int):

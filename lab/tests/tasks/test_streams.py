@@ -13,8 +13,6 @@ from kvshift_lab.tasks.streams import Split
 
 from .cases import TASKS
 
-pytestmark = pytest.mark.no_models
-
 SEEDS = st.integers(-(2**70), 2**70)
 NUMBERS = st.integers(0, 2**31 - 1)
 

@@ -11,8 +11,6 @@ import torch
 from kvshift import KVShiftAttention, ShiftOptions
 from kvshift_lab.core.seeds import generator_for
 
-pytestmark = pytest.mark.no_models
-
 N = 7
 
 

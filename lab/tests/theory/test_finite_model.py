@@ -10,8 +10,6 @@ from kvshift_lab.theory.checks import COEFFICIENTS, check_logits, check_monte_ca
 from kvshift_lab.theory.finite_model import build_layer, draw_losses, random_embeddings
 from kvshift_lab.theory.limit_loss import exact, loss
 
-pytestmark = pytest.mark.no_models
-
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize("tokens", [4, 5, 8, 11])

@@ -6,8 +6,6 @@ import pytest
 from kvshift_lab.theory.gradient_flow import gradient_flow, loss_and_gradient, take_steps
 from kvshift_lab.theory.limit_loss import exact
 
-pytestmark = pytest.mark.no_models
-
 
 def test_gradient_is_the_slope():
     point, h = np.array([0.3, 0.7, 0.2, 0.8]), 1e-6

@@ -8,8 +8,6 @@ import torch
 from kvshift_lab.core.seeds import generator_for
 from kvshift_lab.theory.induction_head import induction_head, random_tokens, softmax_between
 
-pytestmark = pytest.mark.no_models
-
 
 def test_worked_by_hand():
     # The scores are 1 * 1 / 1 - 2 ln 2 for s = 2 and 1 * 2 / 1 - ln 2 for s = 3, so the weights are 1 to 2e.

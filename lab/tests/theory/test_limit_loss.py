@@ -8,8 +8,6 @@ import torch
 
 from kvshift_lab.theory.limit_loss import exact, loss, paper, script, token_logits
 
-pytestmark = pytest.mark.no_models
-
 SETTINGS = [(0.3, 0.7, 0.2, 0.8), (2.0, -1.0, -1.0, 3.0), (3.0, 0.0, 0.0, 4.0)]
 INDUCTION = torch.tensor([0, 1, 1, 0], dtype=torch.float64)
 

@@ -10,8 +10,6 @@ from kvshift_lab.theory.checks import check_field
 from kvshift_lab.theory.limit_loss import exact, loss, paper, script
 from kvshift_lab.theory.loss_field import FIGURE2, Field, descend_within, figure2_fields, loss_field
 
-pytestmark = pytest.mark.no_models
-
 
 def lost(form, alpha1, beta1):
     return loss(torch.tensor([alpha1, 1 - alpha1, beta1, 1 - beta1], dtype=torch.float64), form).item()

@@ -10,8 +10,6 @@ from kvshift_lab.theory.checks import check_match, check_one_layer, matching_tok
 from kvshift_lab.theory.induction_head import induction_head, random_tokens
 from kvshift_lab.theory.one_layer_head import build_layer, kv_shift_head
 
-pytestmark = pytest.mark.no_models
-
 
 @pytest.fixture(scope="module")
 def found():

@@ -9,8 +9,6 @@ import pytest
 
 from kvshift_lab.theory.__main__ import main
 
-pytestmark = pytest.mark.no_models
-
 ROOT = Path(__file__).parents[3]
 
 

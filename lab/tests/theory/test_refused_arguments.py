@@ -9,8 +9,6 @@ from kvshift_lab.theory.induction_head import induction_head, softmax_between
 from kvshift_lab.theory.limit_loss import Form, exact, loss, paper
 from kvshift_lab.theory.loss_field import loss_field
 
-pytestmark = pytest.mark.no_models
-
 ONES, PAIR = torch.ones(2, 7, 5), torch.ones(2)
 
 

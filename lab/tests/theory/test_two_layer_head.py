@@ -13,8 +13,6 @@ from kvshift_lab.theory.two_layer_head import (
     previous_tokens,
 )
 
-pytestmark = pytest.mark.no_models
-
 
 @pytest.fixture(scope="module")
 def found():

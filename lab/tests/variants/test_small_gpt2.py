@@ -1,4 +1,4 @@
-"""The lab's GPT-2: its outputs, twins, saving, and what it refuses."""
+"""The lab's GPT-2: its outputs, start values of paired models, saving, and what it refuses."""
 
 from dataclasses import replace
 from typing import Any

@@ -72,7 +72,7 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(smeared, (x, made.gate, made.scale))
 
 
-def test_a_model_is_its_vanilla_twin_over_smeared_embeddings() -> None:
+def test_a_model_is_its_vanilla_counterpart_over_smeared_embeddings() -> None:
     options = ModelConfig(hidden_size=24, num_attention_heads=2)
     ours, vanilla = (
         build_model(describe(made, vocab_size=31, length=9), seed=0, variant=made.variant)

@@ -1,4 +1,4 @@
-"""What holds for every variant: twins, sizes, saving, documents and padding, caches, and bfloat16."""
+"""What holds for every variant: paired start values, sizes, saving, documents and padding, caches, and bfloat16."""
 
 from __future__ import annotations
 

@@ -121,14 +121,14 @@ class KVShiftAttention(nn.Module):
         self.sliding_window = sliding_window
         self.dropout = dropout
         self.max_rollback = max_rollback
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias, **where)
-        self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **where)
-        self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **where)
-        self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias, **where)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias, **factory)
+        self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **factory)
+        self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **factory)
+        self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias, **factory)
         if qk_norm:
-            self.q_norm = HeadNorm(head_dim, eps=1e-5, **where)
-            self.k_norm = HeadNorm(head_dim, eps=1e-5, **where)
+            self.q_norm = HeadNorm(head_dim, eps=1e-5, **factory)
+            self.k_norm = HeadNorm(head_dim, eps=1e-5, **factory)
         self.shift = KVShift(num_kv_heads, shift_options, num_heads=num_heads, device=device)
 
     def reset_parameters(self) -> None:
@@ -172,9 +172,9 @@ class KVShiftAttention(nn.Module):
         if self.shift.targets:
             refuse_sharded_sequence()
         self._check(x, positions)
-        where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
-        sequences = check_boundaries(x, **where)
-        bounded = any(tensor is not None for tensor in where.values())
+        boundaries: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
+        sequences = check_boundaries(x, **boundaries)
+        bounded = any(tensor is not None for tensor in boundaries.values())
         if mask is not None:
             x = torch.where(mask.unsqueeze(2), x, 0)
         q, k, v = (
@@ -184,13 +184,15 @@ class KVShiftAttention(nn.Module):
             state = self._check_state(state, sequences, k)
         start = self._initial_state(sequences, k) if state is None else state.shift
         batch, length = x.shape[:2]
-        current, seen = compute_positions(batch, length, x.device, seen=None if state is None else state.seen, **where)
+        current, seen = compute_positions(
+            batch, length, x.device, seen=None if state is None else state.seen, **boundaries
+        )
         rotary = None
         if self.position_encoding == "rope":
             rotary_positions = current.rank if positions is None else positions
             rotary = rotary_table(rotary_positions, self.head_dim, self.rope_base, q.dtype)
         finish = {"rotary": rotary, "norms": (self.q_norm, self.k_norm) if self.qk_norm else None}
-        q, k, v, next_state = self.shift(q, k, v, state=start, **where, **finish)
+        q, k, v, next_state = self.shift(q, k, v, state=start, **boundaries, **finish)
         key_positions = current
         if state is not None:
             past_k, past_v, past_positions = self._visible_cache(state, packed=cu_seqlens is not None)

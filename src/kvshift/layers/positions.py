@@ -59,9 +59,9 @@ def compute_positions(
         rank_LT = order_T.unsqueeze(0)
         return Positions(torch.zeros_like(rank_LT), rank_LT), torch.full((batch,), length, device=device)
 
-    real_BT = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
-    before_BT = real_BT.cumsum(1) - real_BT.long()  # number of preceding real tokens of this call
-    total_B = real_BT.sum(1)
+    not_padding_BT = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
+    before_BT = not_padding_BT.cumsum(1) - not_padding_BT.long()  # number of preceding real tokens of this call
+    total_B = not_padding_BT.sum(1)
     if cu_seqlens is not None:
         bound = cu_seqlens.long()
         document_BT = sequence_of_positions(bound, length).unsqueeze(0)
@@ -73,14 +73,14 @@ def compute_positions(
         seen_B = torch.zeros_like(total_B) if seen is None else seen
         document_BT, first_BT = torch.zeros_like(before_BT), torch.zeros_like(before_BT)
         if seq_idx is not None:
-            starts_BT = document_starts(seq_idx, real_BT)
+            starts_BT = document_starts(seq_idx, not_padding_BT)
             document_BT = starts_BT.cumsum(1)
             first_BT = torch.where(starts_BT, before_BT, 0).cummax(1).values
         # Only the first document of a row continues earlier calls.
         carried_BT = torch.where(document_BT == 0, seen_B.unsqueeze(1), 0) - first_BT
         last_document_B, last_first_B = (F.pad(x, (1, 0)).amax(1) for x in (document_BT, first_BT))
         seen_after = total_B - last_first_B + torch.where(last_document_B == 0, seen_B, 0)
-    return Positions(document_BT, torch.where(real_BT, before_BT + carried_BT, -1)), seen_after
+    return Positions(document_BT, torch.where(not_padding_BT, before_BT + carried_BT, -1)), seen_after
 
 
 def cached_positions(seen: Tensor, length: int, packed: bool) -> Positions:

@@ -238,10 +238,10 @@ class StaticShiftCacheLayer(ShiftCacheLayer):
         if kept is not None:
             self.write_shift(kept.reset())
 
-    def batch_select_indices(self, *_: Any) -> None:
+    def batch_select_indices(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to repeat or select rows")
 
-    def crop(self, *_: Any) -> None:
+    def crop(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("a static cache cannot take tokens back: use a DynamicCache")
 
     batch_repeat_interleave = batch_select_indices  # type: ignore[assignment]
@@ -272,7 +272,17 @@ class ShiftStaticLayer(StaticShiftCacheLayer, StaticLayer):
 
 
 class ShiftStaticSlidingWindowLayer(StaticShiftCacheLayer, StaticSlidingWindowLayer):
-    """A buffer for one attention window, allocated at the first token."""
+    """A buffer for one attention window, or for the whole cache if that is shorter, allocated at the first token.
+
+    Attributes:
+        has_gaps: whether padding has followed a token.
+    """
+
+    has_gaps: bool = False
+
+    def reset(self) -> None:
+        super().reset()
+        self.has_gaps = False
 
 
 KINDS: dict[type, type[ShiftCacheLayer]] = {
@@ -361,7 +371,8 @@ def _unsupported_reason(cache: Cache, config: ShiftConfig, window: int) -> str |
         if layer.is_initialized and (not config.shift_targets or int(layer.get_seq_length()) > 0):
             return (
                 "already holds tokens, but not their raw keys and values, which cannot be recovered; start with an "
-                "empty cache, such as DynamicCache(config=model.config)"
+                "empty cache, such as DynamicCache(config=model.config). PEFT's prefix tuning gives such a cache: use "
+                "prompt tuning or LoRA in its place"
             )
         if type(layer) not in KINDS:
             return f"has a {type(layer).__name__}, which cannot carry raw keys and values"
@@ -402,7 +413,7 @@ def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None
             )
 
 
-def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> Tensor | None:
+def compact_padding(cache: Cache, attention_mask: Tensor, not_padding_BT: Tensor | None) -> Tensor | None:
     """Let sliding-window layers move padding to the front where it follows a token, and return the mask after the move.
 
     A window counts the tokens of a sequence, not the padding between them. Therefore these layers sort the entries that
@@ -411,38 +422,55 @@ def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None
     Args:
         cache: a cache after `ensure_shift_cache`, before the forward pass.
         attention_mask: (B, length), mask of all tokens so far.
-        real_BT: which of this call's T tokens are real; None if all are.
+        not_padding_BT: which of this call's T tokens are real; None if all are.
 
     Returns:
         (B, length), which tokens are real, in the order of these layers; None if they have moved no padding.
 
     Raises:
-        ValueError: padding follows a token, and the cache is static.
+        ValueError: padding follows a token, and the cache is static and longer than the window.
     """
     sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
     if not sliding or not isinstance(sliding[0], ShiftCacheLayer):
         return None
     is_compacted = getattr(sliding[0], "is_compacted", False)
     fixed = sliding[0].record_past or torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if not is_compacted and (real_BT is None or fixed):
+    if isinstance(sliding[0], ShiftStaticSlidingWindowLayer):
+        if not fixed:
+            _require_room(cache, sliding[0], attention_mask, not_padding_BT)
+        return None
+    if not is_compacted and (not_padding_BT is None or fixed):
         return None
     mask = attention_mask != 0
     if is_compacted:
         seen = sliding[0].get_seq_length()
         mask = torch.cat([mask[:, :seen].sort(dim=1).values, mask[:, seen:]], dim=1)
-    if real_BT is None or fixed:
+    if not_padding_BT is None or fixed:
         return mask
-    latest = mask[:, max(mask.shape[1] - real_BT.shape[1] - 1, 0) :]
-    if not (latest[:, :-1] & ~latest[:, 1:]).any():
+    if not _gap_begins(mask, not_padding_BT):
         return mask if is_compacted else None
-    if isinstance(sliding[0], StaticSlidingWindowLayer):
-        raise ValueError(
-            "attention_mask must be padded on the left with a static cache and a sliding window, which would count "
-            "padding after a token: use a DynamicCache"
-        )
     for layer in sliding:
         layer.to_compact = mask
     return mask
+
+
+def _gap_begins(mask: Tensor, not_padding_BT: Tensor) -> bool:
+    """Return whether padding follows a token in this call: `not_padding_BT` is the end of `mask` (B, length)."""
+    latest = mask[:, max(mask.shape[1] - not_padding_BT.shape[1] - 1, 0) :]
+    return bool((latest[:, :-1] & ~latest[:, 1:]).any())
+
+
+def _require_room(
+    cache: Cache, layer: ShiftStaticSlidingWindowLayer, attention_mask: Tensor, not_padding_BT: Tensor | None
+) -> None:
+    """Raise a ValueError if padding follows a token and the window excludes positions, which it would count."""
+    layer.has_gaps = layer.has_gaps or (not_padding_BT is not None and _gap_begins(attention_mask != 0, not_padding_BT))
+    longest = max(layer.max_cache_len for layer in cache.layers)
+    if layer.has_gaps and max(longest, attention_mask.shape[1]) > layer.max_cache_len:
+        raise ValueError(
+            "attention_mask must be padded on the left with a static cache that is longer than the sliding window, "
+            "which would count padding after a token: use a DynamicCache"
+        )
 
 
 def stored_document_offset(cache: Cache) -> Tensor | None:
@@ -462,14 +490,14 @@ def store_document_offset(cache: Cache, offset: Tensor) -> None:
 
 
 def check_recording(
-    cache: Cache, real_BT: Tensor | None, attention_mask: Tensor | None, seq_idx: Tensor | None
+    cache: Cache, not_padding_BT: Tensor | None, attention_mask: Tensor | None, seq_idx: Tensor | None
 ) -> None:
     """Raise a ValueError for inputs that `crop`, which counts positions, could not remove from a recording cache.
 
     Args:
         cache: a cache after `ensure_shift_cache`.
-        real_BT: which of this call's tokens are real; None if all are.
-        attention_mask: (B, length), mask of all tokens so far, or a 4D mask; used only if `real_BT` is given.
+        not_padding_BT: which of this call's tokens are real; None if all are.
+        attention_mask: (B, length), mask of all tokens so far, or a 4D mask; used only if `not_padding_BT` is given.
         seq_idx: document numbers of this call's tokens; None if every row is one document.
     """
     recording = [layer for layer in cache.layers if isinstance(layer, ShiftCacheLayer) and layer.record_past]
@@ -477,10 +505,10 @@ def check_recording(
         return
     if seq_idx is not None:
         raise ValueError("a cache that records its past for `crop` cannot hold several documents in a row")
-    if real_BT is not None and isinstance(attention_mask, Tensor) and recording[0].window > 1:
-        of_tokens = attention_mask if attention_mask.ndim == 2 else real_BT
-        begun = of_tokens.cumsum(1)[:, -real_BT.shape[1] :] > 0
-        if (begun & ~real_BT).any():
+    if not_padding_BT is not None and isinstance(attention_mask, Tensor) and recording[0].window > 1:
+        of_tokens = attention_mask if attention_mask.ndim == 2 else not_padding_BT
+        begun = of_tokens.cumsum(1)[:, -not_padding_BT.shape[1] :] > 0
+        if (begun & ~not_padding_BT).any():
             raise ValueError(
                 "attention_mask must be padded on the left for a cache that records its past for `crop`; it has "
                 "padding after a token"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -34,7 +35,7 @@ class ShiftConfig:
     use_cache: bool | dict[str, bool] = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._refuse_misspelt(kwargs)
+        check_unknown_fields(self, kwargs)
         ShiftOptions.of(self)  # validates them
         self.shift_targets = list(self.shift_targets)
         if isinstance(self.use_cache, dict):
@@ -65,11 +66,25 @@ class ShiftConfig:
             saved["use_cache"] = {f"kv_shift: load it with {self.loaded_by}": self.use_cache}
         return saved
 
-    def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
-        """Raise a ValueError for misspelt fields, because transformers keeps unknown fields as attributes."""
-        known = [field.name for field in fields(self)]
-        for name in unknown:
-            close = get_close_matches(name, known, n=1, cutoff=0.85)
-            if close or name.startswith("shift_"):
-                hint = close[0] if close else ", ".join(field for field in known if field.startswith("shift_"))
-                raise ValueError(f"unknown configuration field {name!r} (value {unknown[name]!r}); known: {hint}")
+
+def check_unknown_fields(config: Any, unknown: dict[str, Any]) -> None:
+    """Refuse misspelt fields, which transformers would keep as attributes without effect.
+
+    In a configuration that was saved, such as that of a converted model, they were without effect before, too.
+
+    Args:
+        config: the new configuration, all of whose fields are set.
+        unknown: the arguments of its constructor that are no fields. Of a saved configuration, "model_type" is one.
+
+    Raises:
+        ValueError: a field looks misspelt. With "model_type", this is a warning.
+    """
+    known = [field.name for field in fields(config)]
+    of_shift = [name for name in known if name.startswith("shift_")]
+    for name, value in unknown.items():
+        close = get_close_matches(name, known, n=1, cutoff=0.85)
+        if close or name.startswith("shift_"):
+            message = f"unknown configuration field {name!r} (value {value!r}); known: {', '.join(close or of_shift)}"
+            if "model_type" not in unknown:
+                raise ValueError(message)
+            warnings.warn(f"{message}. It has no effect", stacklevel=3)

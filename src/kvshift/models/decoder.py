@@ -201,8 +201,6 @@ def shift_and_cache(
     """
     if not hasattr(shift, "targets"):
         raise shift_type_error(shift)
-    if layer_idx == 0 and shift.targets:  # once per forward pass
-        refuse_sharded_sequence()
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is None or not shift.targets:
         q, k, v, _ = shift(q, k, v, keep_state=False, **where)
@@ -292,6 +290,9 @@ class ShiftedDecoder:
     ) -> tuple[dict[str, Tensor | None], Tensor]:
         """Prepare a forward pass: let the cache carry the state of the shift, and create the masks of all layers.
 
+        What holds for all layers is checked here, and not in a layer: a layer must not depend on its number, because
+        layers that are compiled one by one (`layer.compile()`) share a graph.
+
         Args:
             inputs_embeds: (B, T, E); only its shape, dtype and device are used.
             attention_mask: as in `create_masks`, or the result of that function.
@@ -303,6 +304,8 @@ class ShiftedDecoder:
             The result of `create_masks`, and the position ids.
         """
         self._refuse_unknown_attention()
+        if self.config.shift_targets:
+            refuse_sharded_sequence()
         if cache is not None:
             ensure_shift_cache(cache, self.config)
         if isinstance(attention_mask, dict) and "offsets" in attention_mask:

@@ -79,7 +79,7 @@ def create_masks(
         offsets = document_offsets(_document_numbers(named, inputs_embeds), seen, begun)
     if attention.startswith("flash_attention"):
         check_flash_documents(
-            documents, batch=batch, continues=begun is not None, real_BT=padding, position_ids=position_ids
+            documents, batch=batch, continues=begun is not None, not_padding_BT=padding, position_ids=position_ids
         )
     layer_types = sorted(set(config.layer_types))
     tokens: dict[str, Any] = {"attention_mask": attention_mask, "and_mask_function": same_document(offsets, seen)}
@@ -181,16 +181,16 @@ def padding_mask(attention_mask: Tensor | None, positions: int) -> Tensor | None
     if attention_mask is None:
         return None
     latest_BT = attention_mask[:, attention_mask.shape[1] - positions :]
-    real_BT = latest_BT == 1
-    if _statically_true(real_BT.all()):
+    not_padding_BT = latest_BT == 1
+    if _true_unless_tracing(not_padding_BT.all()):
         return None
     if latest_BT.dtype != torch.bool:
         _require(
-            (real_BT | (latest_BT == 0)).all(),
+            (not_padding_BT | (latest_BT == 0)).all(),
             "attention_mask must be 1 on tokens and 0 on padding, got other numbers: mark documents that share a row "
             "with seq_idx, cu_seq_lens_q or position_ids",
         )
-    return real_BT
+    return not_padding_BT
 
 
 def pair_structure(
@@ -236,36 +236,36 @@ def pair_structure(
     def at(pairs: Tensor, column: Tensor) -> Tensor:
         return pairs.gather(2, column.clamp(min=0).expand(of_batch, -1, -1)).squeeze(2)
 
-    real_BT = at(by_any, column_T1)
-    last_BT = torch.where(real_BT, index_T, -1).cummax(1).values
+    not_padding_BT = at(by_any, column_T1)
+    last_BT = torch.where(not_padding_BT, index_T, -1).cummax(1).values
     before_BT = torch.nn.functional.pad(last_BT[:, :-1], (1, 0), value=-1)  # -1: the last token of the cache
     column_BT1 = (begin + before_BT).unsqueeze(2)
     sees_last_BT, all_see_last_BT = (at(pairs, column_BT1) for pairs in (by_any, by_all))
     has_last_BT = (before_BT >= 0) | (begin > 0)
-    begins_BT = real_BT & ~(has_last_BT & sees_last_BT)
+    begins_BT = not_padding_BT & ~(has_last_BT & sees_last_BT)
     earlier_BTK = by_any & (torch.arange(keys, device=device) < column_T1)
-    is_padding_BK = torch.zeros_like(by_any[:, 0]).scatter(1, (begin + index_T).expand(of_batch, -1), ~real_BT)
+    is_padding_BK = torch.zeros_like(by_any[:, 0]).scatter(1, (begin + index_T).expand(of_batch, -1), ~not_padding_BT)
     wrong_BT = (
         (begins_BT & (earlier_BTK.any(2) | ((begin > 0) & (before_BT < 0))))
         | (has_last_BT & (sees_last_BT != all_see_last_BT))
         | ~at(by_all, column_T1)
     )
     _require(
-        ~((real_BT & wrong_BT).any() | (by_any & is_padding_BK.unsqueeze(1)).any()),
+        ~((not_padding_BT & wrong_BT).any() | (by_any & is_padding_BK.unsqueeze(1)).any()),
         "attention_mask of four dimensions must let every token see itself and either the token before it or no "
         "earlier token, in all heads alike: KV shift mixes a token with the one before it, or with none. A document "
         "cannot begin with the first token after a cache. A position that does not see itself is padding, which no "
         "token may see",
     )
-    padding = None if _statically_true(real_BT.all()) else real_BT.expand(batch, -1)
+    padding = None if _true_unless_tracing(not_padding_BT.all()) else not_padding_BT.expand(batch, -1)
     documents_BT = begins_BT & (before_BT >= 0)
-    return padding, None if _statically_true(~documents_BT.any()) else documents_BT.cumsum(1).expand(batch, -1)
+    return padding, None if _true_unless_tracing(~documents_BT.any()) else documents_BT.cumsum(1).expand(batch, -1)
 
 
 def document_index(
     batch: int,
     positions: int,
-    real_BT: Tensor | None,
+    not_padding_BT: Tensor | None,
     *,
     seq_idx: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
@@ -288,8 +288,8 @@ def document_index(
         return None
     if positions <= 1:
         return None
-    starts_BT = document_starts(named_BT, real_BT, step=step)
-    return None if _statically_true(~starts_BT.any()) else starts_BT.cumsum(1)
+    starts_BT = document_starts(named_BT, not_padding_BT, step=step)
+    return None if _true_unless_tracing(~starts_BT.any()) else starts_BT.cumsum(1)
 
 
 def document_offsets(documents: Tensor, seen: int | Tensor, begun: Tensor | None) -> Tensor:
@@ -311,7 +311,7 @@ def tokens_with_gaps(attention_mask: Tensor) -> Tensor | None:
     """Return which tokens are real, (B, length) bool, if a row has padding between two tokens; else None."""
     real = attention_mask != 0
     ended = (real[:, :-1] & ~real[:, 1:]).cumsum(1) > 0  # a token up to here is followed by padding
-    return None if _statically_true(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
+    return None if _true_unless_tracing(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
 
 
 def offsets_without_gaps(offsets: Tensor, attention_mask: Tensor, seen: int | Tensor) -> Tensor:
@@ -322,7 +322,7 @@ def offsets_without_gaps(offsets: Tensor, attention_mask: Tensor, seen: int | Te
 
 
 def check_flash_documents(
-    documents: Tensor | None, *, batch: int, continues: bool, real_BT: Tensor | None, position_ids: Tensor | None
+    documents: Tensor | None, *, batch: int, continues: bool, not_padding_BT: Tensor | None, position_ids: Tensor | None
 ) -> None:
     """Raise a ValueError for documents that flash attention would not separate: it takes boundaries, but no 4D mask.
 
@@ -333,11 +333,11 @@ def check_flash_documents(
         documents: numbers from `document_index`, derived from all arguments.
         batch: B.
         continues: whether the call may continue a document that began in the cache, after the cache's first token.
-        real_BT, position_ids: real tokens and positions of the call.
+        not_padding_BT, position_ids: real tokens and positions of the call.
     """
     if is_torchdynamo_compiling() or torch.jit.is_tracing():  # a traced graph must not depend on data
         return
-    one_row = batch == 1 and real_BT is None
+    one_row = batch == 1 and not_padding_BT is None
     separates = not continues and (documents is None or one_row)
     if separates and one_row and position_ids is not None and position_ids.shape[1] > 1:
         positions_T = position_ids[0]
@@ -422,6 +422,6 @@ def _require(condition: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def _statically_true(condition: Tensor) -> bool:
+def _true_unless_tracing(condition: Tensor) -> bool:
     """Return True if `condition` holds; False in traced code, because a traced graph must not depend on data."""
     return not is_torchdynamo_compiling() and not torch.jit.is_tracing() and bool(condition)

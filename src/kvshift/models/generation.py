@@ -52,14 +52,16 @@ class ShiftedGeneration:
         finally:
             self.config.num_hidden_layers = layers
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         _refuse_documents(generation_config, model_kwargs)
         if generation_config.cache_implementation == "quantized" and self.config.shift_targets:
             raise ValueError(
                 "cache_implementation cannot be 'quantized': a QuantizedCache has no place for the raw keys and values "
                 "of the shift; leave it out, or set it to 'static'"
             )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         if model_kwargs.get(CACHE) is not None:
             ensure_shift_cache(model_kwargs[CACHE], self.config)
             if generation_config.is_assistant:  # transformers did so on the replaced layers only

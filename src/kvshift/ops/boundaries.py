@@ -90,7 +90,8 @@ def _shareable(plan: Callable[Arguments, ShiftPlan]) -> Callable[Arguments, Shif
 
     @functools.wraps(plan)
     def shared(*args: Arguments.args, **where: Arguments.kwargs) -> ShiftPlan:
-        if getattr(_SHARED, "plans", None) is None:
+        # A graph that depends on the dictionary would fit the first layer, or the others, and the tensors of one call.
+        if torch.compiler.is_compiling() or getattr(_SHARED, "plans", None) is None:
             return plan(*args, **where)
         key = (args, *((name, id(value)) for name, value in where.items()))
         if key not in _SHARED.plans:

@@ -43,7 +43,7 @@ def logits_of_state_dict(weights: Mapping[str, Tensor], config: Any, tokens: Seq
     if known is not None:
         return known[1]
     kernels = {"shift.alpha": "conv_k", "shift.beta": "conv_v"}
-    released = dict(weights)
+    released = {name.replace("lm_head.raw", "lm_head.weight"): tensor for name, tensor in weights.items()}
     for name, tensor in weights.items():
         for ours, theirs in kernels.items():
             if name.endswith(ours):

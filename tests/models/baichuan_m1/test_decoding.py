@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from kvshift.models.cache import ShiftCacheLayer
 from kvshift.models.versions import CACHE
@@ -88,13 +88,6 @@ def test_a_cache_with_padding_behind_tokens_is_cropped_and_reset(model):
     for piece, expected in zip(row.split(3, dim=1), reference_of(model, row[0]).split(3), strict=True):
         got = logits_of(model, piece, **{CACHE: cache})[0]
         torch.testing.assert_close(got, expected, rtol=0, atol=ATOL)
-
-
-def test_a_static_cache_refuses_padding_behind_tokens(model):
-    ids, mask = right_padded([random_tokens(3), random_tokens(8)])
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(ValueError, match="attention_mask must be padded on the left with a static cache and a sliding"):
-        logits_of(model, ids, attention_mask=mask, **{CACHE: cache})
 
 
 def test_the_state_of_the_released_shape():

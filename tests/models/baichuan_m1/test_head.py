@@ -1,4 +1,4 @@
-"""All code that reads the head's `weight`, adapts the head or replaces it gets rows of length 1, or is refused."""
+"""The head's rows have length 1 for all code that calls it or reads its `weight`; its parameter is the raw matrix."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM
 
+from kvshift.models.baichuan_m1 import BaichuanM1Config
 from kvshift.models.baichuan_m1 import head as head_module
 from kvshift.models.baichuan_m1.head import NormHead
 
@@ -28,10 +29,6 @@ def model(tmp_path):
     return load(write(tmp_path))
 
 
-def parameter_of(model):
-    return dict(model.named_parameters())["lm_head.weight"]
-
-
 def rows_of(matrix):
     return matrix / (matrix.square().sum(1, keepdim=True).sqrt() + 1e-7)
 
@@ -43,16 +40,16 @@ def close(found, expected, atol=1e-12):
 def assert_normalised(model, ids=IDS):
     """Check the logits against the formula applied to the parameter."""
     with torch.no_grad():
-        close(model(ids).logits, model.model(ids).last_hidden_state @ rows_of(parameter_of(model)).T)
+        close(model(ids).logits, model.model(ids).last_hidden_state @ rows_of(model.lm_head.raw).T)
 
 
-def test_who_reads_weight_gets_the_logits_and_their_gradients(model):
+def test_weight_gives_the_logits_and_their_gradients(model):
     logits = model(IDS).logits
-    (of_logits,) = torch.autograd.grad(logits.sin().sum(), parameter_of(model))
+    (of_logits,) = torch.autograd.grad(logits.sin().sum(), model.lm_head.raw)
     hidden = model.model(IDS).last_hidden_state
     read = hidden @ model.get_output_embeddings().weight.T
     close(read, logits)
-    (of_read,) = torch.autograd.grad(read.sin().sum(), parameter_of(model))
+    (of_read,) = torch.autograd.grad(read.sin().sum(), model.lm_head.raw)
     close(of_read, of_logits)
     assert of_logits.abs().max() > 1e-3
     with torch.no_grad():
@@ -62,130 +59,49 @@ def test_who_reads_weight_gets_the_logits_and_their_gradients(model):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_rows_are_divided_in_float32(dtype):
-    head = NormHead(48, 61, bias=False, dtype=dtype)
+    head = NormHead(48, 61).to(dtype)
     assert head.weight.dtype == dtype
     wide = head.raw.float()
     assert torch.equal(head.weight, (wide / (torch.linalg.vector_norm(wide, dim=1, keepdim=True) + 1e-7)).to(dtype))
 
 
-def test_the_parameter_has_the_released_name_and_bits(model):
+def test_the_parameter_is_the_matrix_of_the_file(model):
     raw = checkpoint()["lm_head.weight"].double()
-    assert torch.equal(parameter_of(model), raw)
-    assert torch.equal(model.state_dict()["lm_head.weight"], raw)
-    assert model.get_parameter("lm_head.weight") is parameter_of(model) is model.lm_head.raw
-    assert list(model.lm_head.state_dict()) == ["weight"]
+    assert torch.equal(model.lm_head.raw, raw)
+    assert torch.equal(model.state_dict()["lm_head.raw"], raw)
+    assert [name for name, _ in model.lm_head.named_parameters()] == ["raw"]
 
 
-@pytest.mark.parametrize("change", [1, 3])
-def test_a_new_head_is_initialised(change):
-    """A new head is not left uninitialised, and transformers' own initialisation applies to it."""
-    torch.manual_seed(change)
-    head = NormHead(4096, 7, bias=False)
-    assert head.raw.std().item() == pytest.approx(1 / (3 * 4096) ** 0.5, rel=0.05)
-    model = AutoModelForCausalLM.from_config(load_config(initializer_range=0.07))
-    assert parameter_of(model).std().item() == pytest.approx(0.07, rel=0.1)
-
-
-def load_config(**changes):
-    from kvshift.models.baichuan_m1 import BaichuanM1Config
-
-    return BaichuanM1Config(**config_with(**changes))
+def test_a_new_head_is_initialised():
+    torch.manual_seed(0)
+    assert NormHead(4096, 7).raw.std().item() == pytest.approx(1 / (3 * 4096) ** 0.5, rel=0.05)
+    model = AutoModelForCausalLM.from_config(BaichuanM1Config(**config_with(initializer_range=0.07)))
+    assert model.lm_head.raw.std().item() == pytest.approx(0.07, rel=0.1)
 
 
 def test_trl(model):
     """SFT, DPO and GRPO compute log-probabilities from the hidden states and `lm_head.weight`."""
     trl = pytest.importorskip("trl.trainer.utils")
     expected = model(IDS).logits[:, :-1].log_softmax(-1).gather(2, IDS[:, 1:, None])[..., 0]
-    (gradient,) = torch.autograd.grad(expected.mean(), parameter_of(model))
+    (gradient,) = torch.autograd.grad(expected.mean(), model.lm_head.raw)
     trl.add_fused_lm_head(model)
     found = model(IDS, labels=IDS, fused_lm_head=True)
     close(found.log_probs.double(), expected, atol=1e-5)
-    (of_loss,) = torch.autograd.grad(-found.loss, parameter_of(model))
+    (of_loss,) = torch.autograd.grad(-found.loss, model.lm_head.raw)
     close(of_loss, gradient, atol=1e-5)
 
 
 def lora(**options):
-    torch.manual_seed(1)
-    options = {"r": 4, "target_modules": ["lm_head"], "init_lora_weights": False, **options}
+    options = {"r": 4, "target_modules": ["lm_head"], **options}
     return peft.LoraConfig(task_type="CAUSAL_LM", **options)
 
 
-LORA = {
-    "head": {},
-    "head and layers": {"target_modules": ["lm_head", "W_pack", "o_proj"], "use_rslora": True, "lora_dropout": 0.2},
-    "rank 1": {"r": 1, "lora_alpha": 3},
-    "another copy": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"]},
-    "orthogonal": {"init_lora_weights": "orthogonal"},
-}
-
-
-# peft also saves the parameter of an adapted head, and warns of it.
-@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
-@pytest.mark.parametrize("case", LORA)
-def test_lora_merged_and_unmerged(tmp_path, model, case):
-    before = logits_of(model, IDS)
-    parameter = parameter_of(model).detach().clone()
-    adapted = peft.get_peft_model(model, lora(**LORA[case])).eval()
-    unmerged = logits_of(adapted, IDS)
-    assert case == "orthogonal" or (unmerged - before).abs().max() > 0.1
-    with adapted.disable_adapter():
-        close(logits_of(adapted, IDS), before)
-    adapted.merge_adapter()
-    close(logits_of(adapted, IDS), unmerged)
-    adapted.unmerge_adapter()
-    close(logits_of(adapted, IDS), unmerged)
-    adapted.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(load(tmp_path), tmp_path / "adapter").eval()
-    close(logits_of(again, IDS), unmerged, atol=1e-5)  # adapters are saved in float32
-    merged = adapted.merge_and_unload()
-    assert type(merged.lm_head) is NormHead
-    close(logits_of(merged, IDS), unmerged)
-    assert torch.equal(parameter_of(merged), parameter) == (
-        "lm_head" not in LORA[case].get("target_modules", "lm_head")
-    )
-    merged.save_pretrained(tmp_path / "merged")
-    close(logits_of(load(tmp_path / "merged"), IDS), unmerged)
-
-
-def test_lora_of_the_sum_of_the_matrices(model):
-    """The rows of raw + s B A are divided by their lengths, and the gradients are those of that formula."""
-    adapted = peft.get_peft_model(model, lora())
-    layer = adapted.base_model.model.lm_head
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    hidden = model.model(IDS).last_hidden_state
-    expected = hidden @ rows_of(layer.base_layer.raw + layer.scaling["default"] * b @ a).T
-    found = adapted(IDS).logits
-    close(found, expected)
-    close(hidden @ adapted.get_output_embeddings().weight.T, expected)
-    for got, right in zip(
-        torch.autograd.grad(found.sin().sum(), (a, b)), torch.autograd.grad(expected.sin().sum(), (a, b)), strict=True
-    ):
-        close(got, right)
-
-
-def test_two_adapters(model):
-    adapted = peft.get_peft_model(model, lora()).eval()
-    adapted.add_adapter("second", lora(r=3))
-    adapted.base_model.set_adapter(["default", "second"])
-    both = logits_of(adapted, IDS)
-    adapted.merge_adapter()
-    close(logits_of(adapted, IDS), both)
-    adapted.unmerge_adapter()
-    adapted.set_adapter("second")
-    assert (logits_of(adapted, IDS) - both).abs().max() > 0.1
-    for refused in ({"init_lora_weights": "pissa"}, {"use_dora": True}, {"lora_bias": True}):
-        with pytest.raises(TypeError, match=f"lm_head, .*, cannot have {next(iter(refused))}="):
-            adapted.add_adapter("third", lora(**refused))
-    with pytest.raises(ValueError, match="adapter_names cannot be given with an adapter on lm_head"):
-        adapted(IDS, adapter_names=["default", "second"])
-
-
 REFUSED = {
-    "pissa": lora(init_lora_weights="pissa"),
-    "olora": lora(init_lora_weights="olora"),
+    "LoRA": lora(),
     "DoRA": lora(use_dora=True),
-    "bias": lora(lora_bias=True),
-    "parameter": lora(target_modules=[], target_parameters=["lm_head.weight"]),
+    "pissa": lora(init_lora_weights="pissa"),
+    "parameter": lora(target_modules=[], target_parameters=["lm_head.raw"]),
+    "tokens beside LoRA": lora(target_modules=["o_proj"], trainable_token_indices={"lm_head": [1, 2]}),
     "IA3": peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
     "LoHa": peft.LoHaConfig(target_modules=["lm_head"]),
     "OFT": peft.OFTConfig(target_modules=["lm_head"], r=0, oft_block_size=4),
@@ -194,53 +110,42 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed:peft.utils.warning.PeftWarning")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # before the refusal
 @pytest.mark.parametrize("case", REFUSED)
-def test_adapters_that_would_be_wrong_are_refused(model, case):
+def test_adapters_of_the_head_are_refused(model, case):
     model.float()
-    with pytest.raises(TypeError, match="lm_head, which scales its rows to length 1, cannot have"):
+    with pytest.raises((AttributeError, TypeError, ValueError), match=r"NormHead|No layers types compatible with VeRA"):
         peft.get_peft_model(model, REFUSED[case])
 
 
-class CopiedLinear(nn.Linear):
-    """A layer that takes the weight of the layer that it replaces, as the layers of quantization do."""
-
-    @classmethod
-    def of(cls, layer):
-        made = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=layer.weight.dtype)
-        with torch.no_grad():
-            made.weight = layer.weight
-        return made
-
-
-class QuantizedTensor(torch.Tensor):
-    __module__ = "torchao.of_a_test"
-
-
-def test_a_copy_of_another_class_gives_the_same_logits(model):
+# peft also saves the parameter of a head that is trained, and warns of it.
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+def test_peft_trains_all_of_the_head(tmp_path, model):
     before = logits_of(model, IDS)
-    model.lm_head = CopiedLinear.of(model.lm_head)
-    close(logits_of(model, IDS), before)
-
-
-def test_weights_that_torchao_replaces_in_place_give_the_same_logits(model):
-    before, head = logits_of(model, IDS), model.lm_head
+    adapted = peft.get_peft_model(model, lora(target_modules=["o_proj"], modules_to_save=["lm_head"])).eval()
     with torch.no_grad():
-        head.weight = nn.Parameter(head.weight.as_subclass(QuantizedTensor), requires_grad=False)
-    assert type(head) is nn.Linear
-    close(logits_of(model, IDS), before)
+        (raw,) = [p for name, p in adapted.named_parameters() if "lm_head" in name and p.requires_grad]
+        raw.mul_(torch.rand(61, 48) - 0.5)
+    trained = logits_of(adapted, IDS)
+    assert (trained - before).abs().max() > 0.1
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(load(tmp_path), tmp_path / "adapter").eval()
+    close(logits_of(again, IDS), trained, atol=1e-5)  # adapters are saved in float32
+    merged = adapted.merge_and_unload()
+    assert type(merged.lm_head) is NormHead
+    assert_normalised(merged)
+    merged.save_pretrained(tmp_path / "merged")
+    close(logits_of(load(tmp_path / "merged"), IDS), trained)
 
 
-def test_other_heads(model):
-    model.lm_head = nn.Linear(48, 61, bias=False, dtype=torch.float64)
-    assert type(model.lm_head) is NormHead
+def test_other_heads_are_refused(model):
+    for other in (nn.Linear(48, 61, bias=False), nn.Sequential(nn.Linear(48, 61))):
+        with pytest.raises(TypeError, match=r"lm_head must be a NormHead, .*; got torch\.nn\.modules"):
+            model.lm_head = other
+    with pytest.raises(TypeError, match=r"lm_head must be a NormHead, .*; got torch.nn.modules.linear.Linear"):
+        model.set_output_embeddings(nn.Linear(48, 61))  # has a bias
+    model.set_output_embeddings(NormHead(48, 61).double())
     assert_normalised(model)
-    with pytest.raises(TypeError, match=r"lm_head must be a NormHead, .*; got torch.nn.*Linear with a bias"):
-        model.lm_head = nn.Linear(48, 61)
-    with pytest.raises(TypeError, match=r"lm_head must be a NormHead, .*; got .*CopiedLinear\. Exclude lm_head"):
-        model.lm_head = CopiedLinear(48, 61, bias=False, device="meta")  # its weights would be loaded
-    with pytest.raises(TypeError, match="the weight of a NormHead cannot be parametrized"):
-        nn.utils.parametrizations.weight_norm(model.lm_head)
 
 
 @pytest.mark.parametrize("no_grad", [False, True])
@@ -248,16 +153,15 @@ def test_other_heads(model):
 def test_resizing_keeps_the_parameter(tmp_path, no_grad, tied):
     config = config_with(tie_word_embeddings=tied)
     model = load(write(tmp_path, checkpoint(config), config))
-    before = parameter_of(model).clone() if not tied else model.model.embed_tokens.weight.clone()
+    before = model.lm_head.raw.clone()
     with torch.set_grad_enabled(not no_grad):
         for size in (70, 50):
             model.resize_token_embeddings(size)
             assert torch.equal(model.lm_head.raw[:61], before[:size])
             assert model.lm_head.raw.requires_grad
             assert (model.lm_head.raw is model.model.embed_tokens.weight) == tied
-            assert type(model.lm_head) is NormHead
-            ids = IDS.clamp(max=size - 1)
-            close(logits_of(model, ids), model.model(ids).last_hidden_state @ rows_of(model.lm_head.raw).T)
+            assert model.lm_head.raw.shape == (size, 48)
+            assert_normalised(model, IDS.clamp(max=size - 1))
 
 
 def test_copies_are_right(model):
@@ -265,7 +169,7 @@ def test_copies_are_right(model):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  # pickled here
         close(logits_of(other, IDS), expected, atol=0)
         with torch.no_grad():
-            parameter_of(other)[3] *= -1
+            other.lm_head.raw[3] *= -1
         assert_normalised(other)
     close(logits_of(model, IDS), expected, atol=0)
 
@@ -282,12 +186,11 @@ def test_generate_computes_the_lengths_once(model, monkeypatch):
 
 
 CHANGES = {
-    "in place": lambda model, parameter: parameter.mul_(torch.rand(61, 1) - 0.5),
-    "data": lambda model, parameter: parameter.data.mul_(torch.rand(61, 1) - 0.5),
-    "load": lambda model, _: model.lm_head.load_state_dict({"weight": torch.randn(61, 48)}),
-    "assign": lambda model, _: model.lm_head.load_state_dict({"weight": torch.randn(61, 48).double()}, assign=True),
-    "another parameter": lambda model, _: setattr(model.lm_head, "weight", nn.Parameter(torch.randn(61, 48).double())),
-    "cast": lambda model, _: model.float().double(),
+    "in place": lambda head: head.raw.mul_(torch.rand(61, 1) - 0.5),
+    "data": lambda head: head.raw.data.mul_(torch.rand(61, 1) - 0.5),
+    "load": lambda head: head.load_state_dict({"raw": torch.randn(61, 48)}),
+    "another parameter": lambda head: setattr(head, "raw", nn.Parameter(torch.randn(61, 48).double())),
+    "cast": lambda head: head.float().double(),
 }
 
 
@@ -296,7 +199,7 @@ def test_the_logits_follow_every_change(model, change):
     new_tokens_of(model, IDS[:1], max_new_tokens=2)
     assert_normalised(model)
     with torch.no_grad():
-        CHANGES[change](model, parameter_of(model))
+        CHANGES[change](model.lm_head)
     assert_normalised(model)
     assert_greedy(model, IDS[:1], new_tokens_of(model, IDS[:1], max_new_tokens=3))
 
@@ -327,7 +230,7 @@ def test_fsdp2(process_group, tmp_path, own_group):
         close(found, right, atol=0)
     rows = model.lm_head.weight
     rows = rows.full_tensor() if own_group else rows
-    state = model.state_dict()["lm_head.weight"]
+    state = model.state_dict()["lm_head.raw"]
     close(rows, rows_of(state.full_tensor()), atol=1e-6)
 
 
@@ -339,18 +242,18 @@ def test_fsdp1(process_group, tmp_path, use_orig_params):
     for found, right in zip(trained(sharded), expected, strict=True):
         close(found, right, atol=0)
     with FullyShardedDataParallel.summon_full_params(sharded):
-        assert any(name.endswith("lm_head.weight") for name, _ in sharded.named_parameters())
+        assert any(name.endswith("lm_head.raw") for name, _ in sharded.named_parameters())
 
 
 @pytest.mark.slow
 def test_it_compiles_and_exports(model):
     head, x = model.lm_head, torch.randn(3, 48, dtype=torch.float64)
     for enabled in (True, False):
-        with torch.set_grad_enabled(enabled), head.caching_row_lengths():
+        with torch.set_grad_enabled(enabled), head.keeping_lengths():
             head(x)
             close(torch.compile(head, backend="aot_eager", fullgraph=True)(x), head(x))
     read = torch.compile(lambda x: x @ head.weight.T, backend="aot_eager", fullgraph=True)
     close(read(x), head(x))
     exported = torch.export.export(head, (x,))
-    assert list(exported.state_dict) == ["weight"]
+    assert list(exported.state_dict) == ["raw"]
     close(exported.module()(x), head(x))

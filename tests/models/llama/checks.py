@@ -266,7 +266,8 @@ def assistant_of(model: PreTrainedModel, assistant: PreTrainedModel | None = Non
     assistant = copy.deepcopy(model) if assistant is None else assistant
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        head = dict(assistant.named_parameters()).get("lm_head.weight", assistant.get_output_embeddings().weight)
+        head = assistant.get_output_embeddings()
+        head = head.raw if hasattr(head, "raw") else head.weight
         head += noise * torch.randn(head.shape, generator=generator, dtype=head.dtype)
     settings = assistant.generation_config
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 4, "constant"

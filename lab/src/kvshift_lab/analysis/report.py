@@ -14,11 +14,11 @@ from kvshift_lab.analysis.pages import inline, render
 from kvshift_lab.analysis.tables import as_markdown
 from kvshift_lab.core.atomic import read_json
 from kvshift_lab.runs.run import Run, read_run
-from kvshift_lab.variants.by_name import PAIR
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 _TEMPLATE = "report.html.jinja"
 
-_BASELINE_FIRST = PAIR[::-1]
+_BASELINE_FIRST = SHIFTED_AND_VANILLA[::-1]
 
 
 def run_folder(out: Path, seed: int, variant: str) -> Path:

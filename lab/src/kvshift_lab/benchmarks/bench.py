@@ -61,7 +61,7 @@ def bench(config: BenchConfig) -> None:
         for part in PARTS:
             for case in _cases(part)(session) if part in config.parts else ():
                 if not file.has(case.part, case.name):
-                    session.say(f"{case.part}: {case.name}")
+                    session.log(f"{case.part}: {case.name}")
                     file.append(measure_case(case, device))
         rows = file.rows
         written = [out / "rows.jsonl", *write(out, rows)]
@@ -94,7 +94,7 @@ def _session(config: BenchConfig, device: torch.device) -> Session:
         layers=config.layers,
         device_clock=EventClock(device) if device.type == "cuda" else wall,
         wall_clock=wall,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        log=lambda text: print(text, file=sys.stderr, flush=True),
     )
 
 

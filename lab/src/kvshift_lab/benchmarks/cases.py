@@ -31,7 +31,7 @@ class Session:
         layers: depth of a model that is otherwise made as deep as fits; None: as many layers as fit.
         device_clock: measures how long the device works.
         wall_clock: measures how long a user waits.
-        say: called with a text that names the case being measured.
+        log: called with a text that names the case being measured.
     """
 
     device: torch.device
@@ -42,7 +42,7 @@ class Session:
     layers: int | None
     device_clock: Clock
     wall_clock: Clock
-    say: Callable[[str], object] = lambda text: None
+    log: Callable[[str], object] = lambda text: None
 
 
 @dataclass(frozen=True, kw_only=True)

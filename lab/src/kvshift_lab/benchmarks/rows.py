@@ -43,7 +43,7 @@ class RowFile:
                 if row.get(name) != stamp[name]:
                     raise LabError(
                         f"out: {path} contains rows with other {name}: "
-                        f"{_say(row.get(name), stamp[name])}; give another folder, or remove that file"
+                        f"{_format_value(row.get(name), stamp[name])}; give another folder, or remove that file"
                     )
 
     def has(self, part: str, case: str) -> bool:
@@ -81,7 +81,7 @@ def _complete_cases(path: Path) -> list[Row]:
     return rows[:kept]
 
 
-def _say(there: Any, here: Any) -> str:
+def _format_value(there: Any, here: Any) -> str:
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
         return ", ".join(f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in names)

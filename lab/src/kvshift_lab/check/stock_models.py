@@ -23,7 +23,7 @@ from kvshift.models.retrofit import add_kv_shift
 from kvshift_lab.check import check_model
 from kvshift_lab.check.suite import report_with_environment
 from kvshift_lab.core.json_lines import write_lines
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -211,7 +211,7 @@ def main() -> None:
     rows = []
     for name in filter(is_known, STOCK):
         report = check_model(build_stock(name))
-        say(f"{name}: {len(report.wrong)} of {len(report.verdicts)} wrong", command="check")
+        log(f"{name}: {len(report.wrong)} of {len(report.verdicts)} wrong", command="check")
         rows.append({"name": name, "config": STOCK[name], **report_with_environment(report, torch.device("cpu"))})
     write_lines(_RESULTS, rows, ensure_ascii=True)
 

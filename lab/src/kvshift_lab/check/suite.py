@@ -30,7 +30,7 @@ def check_model(
     length: int = 24,
     dtype: torch.dtype | None = None,
     seed: int = 0,
-    say: Callable[[Verdict], Any] = lambda verdict: None,
+    log: Callable[[Verdict], Any] = lambda verdict: None,
 ) -> Report:
     """Check a causal language model of transformers at its edges: documents, padding, caches, generation, causality.
 
@@ -49,7 +49,7 @@ def check_model(
         dtype: dtype of the check; None: float32 for a model in half precision, else the model's dtype. If it differs
             from the model's dtype, a copy is checked.
         seed: seed of the random tokens.
-        say: function that is called with each verdict as soon as it is known.
+        log: function that is called with each verdict as soon as it is known.
 
     Raises:
         TypeError: the model is not a causal language model of transformers.
@@ -78,7 +78,7 @@ def check_model(
             notes.append(f"errors below {subject.tolerance:.2g} cannot be distinguished from rounding or chance")
         for name in chosen:
             verdicts.append(_verdict(subject, name))
-            say(verdicts[-1])
+            log(verdicts[-1])
     return Report(
         model=type(model).__name__,
         model_type=str(model.config.model_type),

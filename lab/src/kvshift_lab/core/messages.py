@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 
-def say(text: str, *, command: str | None = None) -> None:
+def log(text: str, *, command: str | None = None) -> None:
     """Print a line immediately, with the name of the command in front if it is given."""
     print(text if command is None else f"kvshift {command}: {text}", file=sys.stderr, flush=True)
 
 
 def quiet(text: str) -> None:
-    """Print nothing: a replacement for `say` if the message is printed elsewhere."""
+    """Print nothing: a replacement for `log` if the message is printed elsewhere."""

@@ -102,7 +102,7 @@ def differences(
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             lines |= differences(groups.get(name), before, now, f"{prefix}{name}.")
         elif before != now and not (name in late and not before and not now):
-            lines[prefix + name] = f"{prefix}{name}: {before!r} there, {now!r} here"
+            lines[prefix + name] = f"{prefix}{name}: recorded {before!r}, given {now!r}"
     return lines
 
 

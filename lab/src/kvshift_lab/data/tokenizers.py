@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvshift_lab.core.atomic import read_json
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift_lab.data.hub import is_hub_name, require_on_hub
@@ -195,7 +195,7 @@ def _words(text: Iterator[str]) -> Iterator[list[str]]:
             parts, longest = without_long_words(piece)
             pieces += parts
             if longest and not said:
-                say(f"tokenizer: the text has a word of {longest:,} characters; such words are split to train on")
+                log(f"tokenizer: the text has a word of {longest:,} characters; such words are split to train on")
                 said = True
         yield pieces
 

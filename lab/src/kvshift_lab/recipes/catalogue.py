@@ -26,11 +26,8 @@ _ORDER = [
     "tab03",
     "tab04",
     "cfg",
-    "alternatives",
-    "phase",
     "decide",
     "keys_values",
-    "depth",
     "tab06",
     "tab07",
     "tab08",
@@ -51,27 +48,36 @@ _ORDER = [
     "fig05",
     "fig06",
     "encoder",
-    "retrofit",
     "mqar",
 ]
 """Order of the list and of the results page; recipes that are not named here follow in alphabetical order."""
 
 
-def _load_entries() -> dict[str, Entry]:
-    """Return the `ENTRY` of every folder that has one; the other folders hold code shared by the recipes of a study."""
-    folders = [module.name for module in iter_modules(kvshift_lab.recipes.__path__) if module.ispkg]
-    found = {name: getattr(import_module(f"kvshift_lab.recipes.{name}"), "ENTRY", None) for name in folders}
+def _load_folders() -> dict[str, tuple[str, Entry]]:
+    """Return the folder and the entry of each recipe.
+
+    A folder has the `ENTRY` of one recipe or the `ENTRIES` of several, or neither: code that recipes of a study share.
+    """
+    found: dict[str, tuple[str, Entry]] = {}
+    for module in iter_modules(kvshift_lab.recipes.__path__):
+        if module.ispkg:
+            folder = import_module(f"kvshift_lab.recipes.{module.name}")
+            entries = [folder.ENTRY] if hasattr(folder, "ENTRY") else getattr(folder, "ENTRIES", ())
+            found |= {entry.name: (module.name, entry) for entry in entries}
     order = [*_ORDER, *sorted(found.keys() - {*_ORDER})]
-    return {name: entry for name in order if (entry := found[name]) is not None}
+    return {name: found[name] for name in order}
 
 
-CATALOGUE: Mapping[str, Entry] = _load_entries()
+_FOLDERS = _load_folders()
+CATALOGUE: Mapping[str, Entry] = {name: entry for name, (_, entry) in _FOLDERS.items()}
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of that name; the notes in its folder precede the notes that it shares with other recipes."""
+    """Return the recipe of that name; its own notes precede those that it shares with other recipes."""
     if name not in CATALOGUE:
         raise LabError(f"recipe must be one of {', '.join(CATALOGUE)}, got {name!r}")
-    recipe = import_module(f"kvshift_lab.recipes.{name}.study").RECIPE
-    notes = read_notes(Path(__file__).parent / name)
+    folder = _FOLDERS[name][0]
+    study = import_module(f"kvshift_lab.recipes.{folder}.study")
+    recipe = study.RECIPE if hasattr(study, "RECIPE") else study.RECIPES[name]
+    notes = read_notes(Path(__file__).parent / folder / ("notes.md" if folder == name else f"{name}.md"))
     return replace(recipe, notes=(*notes, *recipe.notes))

@@ -30,7 +30,7 @@ def mark_complete(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
+def find_checkpoint(out: Path, log: Callable[[str], Any]) -> Path | None:
     """Return the newest complete checkpoint, with every file verified, or None; report and set aside damaged ones.
 
     A folder without a manifest was only partly written or removed when the process ended. It is removed, because the
@@ -39,8 +39,8 @@ def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
     folders = list_checkpoints(out)
     whole = [folder for folder in folders if (folder / _MANIFEST).exists()]
     for folder in folders:
-        if folder not in whole and _remove(folder, say):
-            say(f"{folder.name} is incomplete (the process ended while it was written or removed): removed")
+        if folder not in whole and _remove(folder, log):
+            log(f"{folder.name} is incomplete (the process ended while it was written or removed): removed")
     for folder in reversed(whole):
         fault = _fault(folder, digests=True)
         if fault is None:
@@ -49,13 +49,13 @@ def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
         try:
             folder.rename(aside)
         except OSError as error:
-            say(f"{folder.name} is corrupt ({fault}): skipped; it could not be renamed: {error}")
+            log(f"{folder.name} is corrupt ({fault}): skipped; it could not be renamed: {error}")
         else:
-            say(f"{folder.name} is corrupt ({fault}): skipped, kept as {aside.name}")
+            log(f"{folder.name} is corrupt ({fault}): skipped, kept as {aside.name}")
     return None
 
 
-def remove_old_checkpoints(newest: Path, count: int, say: Callable[[str], Any]) -> None:
+def remove_old_checkpoints(newest: Path, count: int, log: Callable[[str], Any]) -> None:
     """Remove checkpoints older than `newest`, a complete one, except the last `count` - 1 that are complete.
 
     A folder that cannot be removed is reported and left, so that an old checkpoint never makes the run fail.
@@ -66,7 +66,7 @@ def remove_old_checkpoints(newest: Path, count: int, say: Callable[[str], Any]) 
     kept = whole[-(count - 1) :] if count > 1 else []
     for folder in folders:
         if folder not in kept:
-            _remove(folder, say)
+            _remove(folder, log)
 
 
 def list_checkpoints(out: Path) -> list[Path]:
@@ -99,13 +99,13 @@ def _fault(folder: Path, *, digests: bool) -> str | None:
     return None
 
 
-def _remove(folder: Path, say: Callable[[str], Any]) -> bool:
+def _remove(folder: Path, log: Callable[[str], Any]) -> bool:
     try:
         if not folder.is_symlink():
             (folder / _MANIFEST).unlink(missing_ok=True)  # first, so that the rest counts as incomplete
         remove_folder(folder)
     except OSError as error:
-        say(f"{folder.name} is no longer needed, but could not be removed: {error}")
+        log(f"{folder.name} is no longer needed, but could not be removed: {error}")
         return False
     return True
 

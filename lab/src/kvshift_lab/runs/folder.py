@@ -110,17 +110,17 @@ class RunFolder:
 class Metrics(JSONLines):
     """The file metrics.jsonl, open for appending. It is synced to disk with each checkpoint."""
 
-    def __init__(self, path: Path, *, up_to_step: int, say: Callable[[str], Any]) -> None:
+    def __init__(self, path: Path, *, up_to_step: int, log: Callable[[str], Any]) -> None:
         """Open the file and drop the lines after `up_to_step`, which an interrupted run may have left.
 
-        Damaged lines before these are also dropped, and each is reported with `say`.
+        Damaged lines before these are also dropped, and each is reported with `log`.
         """
         lines = [(line, *_record(line)) for line in _lines(path)]
         until = [number for number, (_, record, _) in enumerate(lines) if record and record["step"] <= up_to_step]
         kept = []
         for number, (line, record, problem) in enumerate(lines[: until[-1] + 1] if until else [], start=1):
             if record is None:
-                say(f"{path}: line {number} is damaged ({problem}); only this line is left out")
+                log(f"{path}: line {number} is damaged ({problem}); only this line is left out")
             else:
                 kept.append(line + b"\n")
         write_bytes(path, b"".join(kept))

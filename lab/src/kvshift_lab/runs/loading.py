@@ -49,29 +49,29 @@ class LoadedModel(NamedTuple):
     source: str
 
 
-def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: Callable[[str], Any]) -> LoadedModel:
+def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", log: Callable[[str], Any]) -> LoadedModel:
     """Load any causal language model that transformers knows, from safetensors.
 
     Args:
         name: a run folder, a model folder, or a model on the hub.
         dtype: dtype of the weights. auto: as saved. Shift coefficients are always float32.
         device: a torch device. auto: the accelerator if there is one, otherwise the CPU.
-        say: reports which checkpoint is used for an unfinished run.
+        log: reports which checkpoint is used for an unfinished run.
 
     Raises:
         LabError: the model does not exist or is incomplete, or its tokenizer does not fit.
     """
-    loaded = load_as_saved(name, dtype=dtype, device=device, say=say)
+    loaded = load_as_saved(name, dtype=dtype, device=device, log=log)
     saved = loaded.model.generation_config
     ids = {name: getattr(saved, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     loaded.model.generation_config = GenerationConfig(**ids)  # drops a saved temperature, penalties etc.
     return loaded
 
 
-def load_as_saved(name: str, *, dtype: DType, device: str, say: Callable[[str], Any]) -> LoadedModel:
+def load_as_saved(name: str, *, dtype: DType, device: str, log: Callable[[str], Any]) -> LoadedModel:
     """Load a model like `load_model`, with its saved generation config."""
     find_device(device)  # report a missing device before a large model is read
-    folder, tokenizer_folder = locate(name, say)
+    folder, tokenizer_folder = locate(name, log)
     tokenizer = load_tokenizer(tokenizer_folder)
     model = load_weights(folder, dtype=dtype, device=device)
     check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
@@ -123,7 +123,7 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
         raise LabError(f"model: {folder}: {name} has the shape {[*saved]}, expected {[*expected]} (config.json)")
     if unused := report["unexpected_keys"]:
         name = type(model).__name__
-        messages.say(f"{folder} has {len(unused)} weights that {name} does not use, such as {min(unused)}")
+        messages.log(f"{folder} has {len(unused)} weights that {name} does not use, such as {min(unused)}")
     if (name := first_non_finite_parameter(model)) is not None:
         raise LabError(f"model: {folder}: {name} has numbers that are not finite, as after a diverged run")
     return model.to(place).eval()

@@ -14,22 +14,22 @@ from kvshift_lab.runs.checkpoints import list_checkpoints, size_fault
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
+def locate(name: str, log: Callable[[str], Any]) -> tuple[str, str]:
     """Return a model's folder (see `model_folder`) and its tokenizer's; for a name on the hub, that name twice."""
     if is_hub_name(name):
         require_on_hub(name, "model")
         return name, name
-    folder = model_folder(name, say)
+    folder = model_folder(name, log)
     for candidate in (folder, folder.parent / "tokenizer"):
         if any((candidate / file).is_file() for file in _TOKENIZER_FILES):
             return str(folder), str(candidate)
     raise LabError(f"model: {folder} has no tokenizer, and {folder.parent / 'tokenizer'} has none either")
 
 
-def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
+def model_folder(name: str | Path, log: Callable[[str], Any]) -> Path:
     """Return the folder of the model in `name`, a run folder or a model folder; it need not contain a tokenizer.
 
-    For a finished run, this is the final model; for an unfinished one, the latest complete checkpoint, which `say`
+    For a finished run, this is the final model; for an unfinished one, the latest complete checkpoint, which `log`
     reports. Nothing is changed, because the run may still be active.
 
     Raises:
@@ -40,16 +40,16 @@ def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
         raise LabError(f"model: there is no folder {name}")
     if not folder.is_dir():
         raise LabError(f"model: {name} is a file; expected a run folder, a model folder or a name on the hub")
-    return folder if _is_model(folder) else _model_of_run(folder, say)
+    return folder if _is_model(folder) else _model_of_run(folder, log)
 
 
-def _model_of_run(run: Path, say: Callable[[str], Any]) -> Path:
+def _model_of_run(run: Path, log: Callable[[str], Any]) -> Path:
     if _is_model(run / "model"):
         return run / "model"
     checkpoints = list_checkpoints(run)
     for checkpoint in reversed(checkpoints):
         if _is_model(checkpoint) and size_fault(checkpoint) is None:
-            say(f"{run} has no final model yet: using {checkpoint.name}")
+            log(f"{run} has no final model yet: using {checkpoint.name}")
             return checkpoint
     if checkpoints:
         raise LabError(

@@ -42,7 +42,7 @@ class Pretrained:
     config: KVShiftLlamaConfig | RetrofitConfig
 
 
-def find_pretrained(name: str, say: Callable[[str], Any]) -> Pretrained:
+def find_pretrained(name: str, log: Callable[[str], Any]) -> Pretrained:
     """Find a model by a run folder, a model folder or a name on the hub, and read its configuration, but no weights.
 
     Raises:
@@ -50,7 +50,7 @@ def find_pretrained(name: str, say: Callable[[str], Any]) -> Pretrained:
             of `kvshift retrofit`.
     """
     try:
-        folder, tokenizer = locate(name, say)
+        folder, tokenizer = locate(name, log)
         found: Any = AutoConfig.from_pretrained(folder)
         values: dict[str, Any] = found.to_dict()
         kind = values.pop("model_type")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 
 Item = TypeVar("Item")
 
@@ -20,7 +20,7 @@ class ProgressReporter:
     """Reports the progress of one long operation. Operations that take a few seconds are not reported."""
 
     def __init__(
-        self, what: str, total: int | None, unit: str, *, shown: bool = True, say: Callable[[str], object] = say
+        self, what: str, total: int | None, unit: str, *, shown: bool = True, log: Callable[[str], object] = log
     ) -> None:
         """Start counting.
 
@@ -29,9 +29,9 @@ class ProgressReporter:
             total: total number of units. None: unknown.
             unit: name of the units, such as "batches". For "bytes", lines give megabytes.
             shown: whether to report anything.
-            say: prints a line.
+            log: prints a line.
         """
-        self._what, self._total, self._unit, self._shown, self._say = what, total, unit, shown, say
+        self._what, self._total, self._unit, self._shown, self._log = what, total, unit, shown, log
         self._start = self._said = time.perf_counter()
         disable = None if shown else True  # None disables the bar if stderr is not a terminal
         self._bar: Any = tqdm(
@@ -60,7 +60,7 @@ class ProgressReporter:
         parts = [self._amount(), speed]
         if self._total is not None and self._done:
             parts.append(f"{tqdm.format_interval(max(spent * (self._total - self._done) / self._done, 0))} left")
-        self._say(f"{self._what}: {', '.join(part for part in parts if part)}")
+        self._log(f"{self._what}: {', '.join(part for part in parts if part)}")
 
     def _amount(self) -> str:
         known = [self._done] if self._total is None else [self._done, self._total]

@@ -30,7 +30,7 @@ _PARTS = {"model", "optimizer", "data"}  # options that are JSON objects; runs o
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where training starts: after which step, and from which checkpoint (None: from the initial weights)."""
 
     step: int
@@ -103,20 +103,20 @@ def start_or_resume(
     folder: RunFolder,
     options: dict[str, Any],
     processes: Processes,
-    say: Callable[[str], Any],
+    log: Callable[[str], Any],
     facts: dict[str, Any] | None = None,
     *,
     extend: bool | None = None,
     overwrite: bool = False,
-) -> Start:
+) -> ResumePoint:
     """Record the options and the environment of a new run, or check those of a run to resume and find its checkpoint.
 
     Args:
         folder: folder of the run, checked by `check_folder`.
         options: all options as JSON, resolved.
         processes: processes of the run.
-        say: reports each checkpoint that is set aside, and where the run resumes.
-        facts: facts about the data from `data_facts`, if the options do not determine the data.
+        log: reports each checkpoint that is set aside, and where the run resumes.
+        facts: facts about the data from `data_fingerprint`, if the options do not determine the data.
         extend: as in `check_folder`.
         overwrite: whether to remove the run in the folder first.
     """
@@ -128,23 +128,23 @@ def start_or_resume(
         write_json(folder.environment, here)
         known = {} if facts is None else {"data_facts": facts}
         write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
-        return Start(0, None)
+        return ResumePoint(0, None)
 
     longer = extend is not None and is_extension(old, options)
     refuse_other_options(folder, {**old, "steps": options["steps"]} if longer else old, options)
     if facts is not None:
         _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
-    checkpoint = find_checkpoint(folder.path, say)
+    checkpoint = find_checkpoint(folder.path, log)
     step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     if longer:
         refuse_extension(folder, old, options, extend=bool(extend))
         record_extension(folder, old, options, done=step)
-    say(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
+    log(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
     first = folder.read(folder.environment) or {}
     again = {"step": step, **here}
     before = first.get("continued")
     write_json(folder.environment, {**first, "continued": [*(before if isinstance(before, list) else []), again]})
-    return Start(step, None if checkpoint is None else str(checkpoint))
+    return ResumePoint(step, None if checkpoint is None else str(checkpoint))
 
 
 def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def resolved_model(config: ShiftConfig) -> dict[str, Any]:
     return {**values, "rope_theta": rope.get("rope_theta"), "shift_targets": list(config.shift_targets)}
 
 
-def data_facts(data: TextData) -> dict[str, Any]:
+def data_fingerprint(data: TextData) -> dict[str, Any]:
     """Return numbers of sequences and digests, by which a resumed run verifies that data and tokenizer are the same."""
     facts: dict[str, Any] = {
         "tokens": len(data.tokenizer),

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.core.user_cache import user_cache
 
 NAME = "smollm2-135m-instruct"
@@ -84,7 +84,7 @@ def main() -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not folder.exists():
-            say(f"converting {NAME} into {folder}: this takes a minute or two, and only once")
+            log(f"converting {NAME} into {folder}: this takes a minute or two, and only once")
             disable_progress_bar()
             with tempfile.TemporaryDirectory() as scratch:
                 convert(_download(Path(scratch)), folder, sha256=SHA256)
@@ -105,5 +105,5 @@ if __name__ == "__main__":
     try:
         main()
     except LabError as error:
-        say(str(error))
+        log(str(error))
         sys.exit(error.exit_code)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvshift_lab.variants.by_name import PAIR, VARIANTS
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS
 
 _VARIANTS = {name: entry.label for name, entry in VARIANTS.items()}
 _VARIANTS["differential-no-qk-norm"] = "differential without QK-norm"  # only in the paper's Table 11
@@ -55,7 +55,7 @@ class Arm:
 
 def pair(**what: Any) -> tuple[Arm, Arm]:
     """Return the arms of KV shift and of its baseline, which share all other values."""
-    ours, theirs = (Arm(variant=variant, **what) for variant in PAIR)
+    ours, theirs = (Arm(variant=variant, **what) for variant in SHIFTED_AND_VANILLA)
     return ours, theirs
 
 

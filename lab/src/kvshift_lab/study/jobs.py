@@ -28,7 +28,7 @@ from kvshift_lab.tasks import MaskedTextConfig
 from kvshift_lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift_lab.training.train import train
 from kvshift_lab.training.train_config import RunConfig, TrainConfig, config_hash, differences
-from kvshift_lab.variants.by_name import PAIR, with_variant
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, with_variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class RunJob(ABC):
     Attributes:
         arm: arm of the study.
         config: options of the run.
-        tunes: the arm whose learning rate this run helps to choose; None for a reported run.
+        tuning_for: the arm whose learning rate this run helps to choose; None for a reported run.
     """
 
     arm: Arm
     config: RunConfig
-    tunes: Arm | None = None
+    tuning_for: Arm | None = None
 
     @property
     def seed(self) -> int:
@@ -68,7 +68,7 @@ class RunJob(ABC):
         if steps is not None:
             assert self.config.optimizer.schedule == "constant", "fewer steps would be another schedule"
             job = replace(job, config=replace(job.config, steps=steps))
-        return replace(job, arm=replace(self.arm, rate=rate), tunes=self.arm)
+        return replace(job, arm=replace(self.arm, rate=rate), tuning_for=self.arm)
 
     def is_finished(self, out: Path) -> bool:
         """Return True if the run is finished. Raise a LabError if `out` has other options or the text is missing."""
@@ -224,7 +224,7 @@ def pairs_of_depths(config: TrainConfig, depths: Sequence[int]) -> list[TextJob]
             config=replace(config, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)),
         )
         for layers in depths
-        for variant in PAIR
+        for variant in SHIFTED_AND_VANILLA
     ]
 
 

@@ -1,13 +1,12 @@
-"""The notes of a recipe: a Markdown file in its folder."""
+"""The notes of a recipe: a Markdown file beside its code."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 
-def read_notes(folder: Path) -> tuple[str, ...]:
-    """Return the items of the list in a folder's `notes.md`, each as one line; () if there is no such file."""
-    path = folder / "notes.md"
+def read_notes(path: Path) -> tuple[str, ...]:
+    """Return the items of the list in a Markdown file, each as one line; () if there is no such file."""
     if not path.exists():
         return ()
     text = path.read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequ
     if setting := _setting(shown):
         parts.append(f"What was run: {setting}.")
     if len(shown) < len(records):
-        parts.append(_rates([record for record in records if record.tunes is not None], recipe.tuned_by))
+        parts.append(_rates([record for record in records if record.tuning_for is not None], recipe.tuned_by))
     if recipe.tables is not None:
         parts.append(recipe.tables(records))
     if recipe.notes:
@@ -74,7 +74,7 @@ def _learning(records: Sequence[Record], name: str) -> str:
 
 def rates_of(records: Sequence[Record]) -> str:
     """Describe the choice of learning rates for the variants of a preset, for the overview."""
-    chose = [record for record in records if record.tunes is not None]
+    chose = [record for record in records if record.tuning_for is not None]
     if chose:
         grid = {rate for by_rate in by_tuned_arm(chose).values() for rate in by_rate}
         return f"own best of {len(grid)}"

@@ -67,7 +67,7 @@ class Record:
         environment: commit, versions, hardware and start time.
         curve: values over training, by name, at the steps of the entry "step". May be empty.
         result: final numbers.
-        tunes: the arm whose learning rate this run helped to choose; None for a reported run.
+        tuning_for: the arm whose learning rate this run helped to choose; None for a reported run.
     """
 
     arm: Arm
@@ -77,7 +77,7 @@ class Record:
     environment: Mapping[str, Any]
     curve: Mapping[str, Sequence[float | None]]
     result: Mapping[str, Any]
-    tunes: Arm | None = None
+    tuning_for: Arm | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Recipe:
 
 def without_tuning_runs(records: Sequence[Record]) -> list[Record]:
     """Return the records for claims and figures, without the tuning runs."""
-    return [record for record in records if record.tunes is None]
+    return [record for record in records if record.tuning_for is None]
 
 
 def has_diverged(record: Record) -> bool:

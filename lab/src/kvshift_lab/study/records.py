@@ -32,7 +32,7 @@ def record_of(job: Job, out: Path) -> Record:
             {name: part.get(name) for name in ("step", *_ENVIRONMENT_FIELDS)}
             for part in found["environment"]["continued"]
         ]
-    return Record(arm=job.arm, seed=job.seed, tunes=_tunes(job), **{**found, "environment": environment})
+    return Record(arm=job.arm, seed=job.seed, tuning_for=_tuning_for(job), **{**found, "environment": environment})
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
@@ -52,21 +52,21 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _line_from_record(record: Record) -> dict[str, Any]:
-    arms = {"arm": record.arm.to_json(), "tunes": record.tunes and record.tunes.to_json()}
-    return {**vars(record), **arms}
+    arms = {"arm": record.arm.to_json(), "tunes": record.tuning_for and record.tuning_for.to_json()}
+    return {"tunes" if name == "tuning_for" else name: value for name, value in vars(record).items()} | arms
 
 
 def _record_from_line(line: dict[str, Any]) -> Record:
     """Return the record of a line. In lines written before `Arm` existed, arms are identified by labels."""
-    tunes = line.get("tunes")
+    tuned = line.pop("tunes", None)
     if "label" not in line:
-        return Record(**{**line, "arm": Arm(**line["arm"]), "tunes": tunes and Arm(**tunes)})
+        return Record(**{**line, "arm": Arm(**line["arm"]), "tuning_for": tuned and Arm(**tuned)})
     label = line.pop("label")
-    if tunes is None:
+    if tuned is None:
         return Record(arm=arm_from_label(label), **line)
-    tuned = arm_from_label(tunes)
+    arm = arm_from_label(tuned)
     rate = line["options"]["optimizer"]["learning_rate"]
-    return Record(**{**line, "arm": replace(tuned, rate=rate), "tunes": tuned})
+    return Record(**{**line, "arm": replace(arm, rate=rate), "tuning_for": arm})
 
 
 def load_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | None:
@@ -82,13 +82,13 @@ def load_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | N
         return records
     size = recipe.presets[preset]
     arms = {job.arm for job in recipe.arms(preset)}
-    ours = [record for record in records if (record.tunes or record.arm) in arms]
-    seeds = [{record.seed for record in ours if record.tunes is None and record.arm == arm} for arm in arms]
+    ours = [record for record in records if (record.tuning_for or record.arm) in arms]
+    seeds = [{record.seed for record in ours if record.tuning_for is None and record.arm == arm} for arm in arms]
     shared = set.intersection(*seeds)
-    tuned = {record.tunes for record in ours if record.tunes is not None}
+    tuned = {record.tuning_for for record in ours if record.tuning_for is not None}
     if not shared >= {*size.seed_numbers()} or (size.grid is not None and tuned != arms):
         return None
-    return [record for record in ours if record.tunes is not None or record.seed in shared]
+    return [record for record in ours if record.tuning_for is not None or record.seed in shared]
 
 
 class RecordStore:
@@ -108,7 +108,7 @@ class RecordStore:
     def find(self, job: Job) -> tuple[Record, Path] | None:
         """Return the record of a job and its file. Raise a LabError if a partial record has other options."""
         for path in (self.partial_path, self.complete_path):
-            record = _by_run(path).get((job.arm, job.seed, _tunes(job)))
+            record = _by_run(path).get((job.arm, job.seed, _tuning_for(job)))
             if record is None:
                 continue
             lines = job.other_options(record.options)
@@ -155,7 +155,7 @@ class RecordStore:
         """
         if self.shared:
             return
-        requested = {(job.arm, job.seed, _tunes(job)) for job in jobs}
+        requested = {(job.arm, job.seed, _tuning_for(job)) for job in jobs}
         for path in (self.partial_path, self.complete_path):
             runs = _by_run(path)
             lost = [run for run in runs if run not in requested]
@@ -171,7 +171,7 @@ _Run = tuple[Arm, int, Arm | None]
 
 
 def _run_of(record: Record) -> _Run:
-    return record.arm, record.seed, record.tunes
+    return record.arm, record.seed, record.tuning_for
 
 
 def _by_run(path: Path) -> dict[_Run, Record]:
@@ -179,5 +179,5 @@ def _by_run(path: Path) -> dict[_Run, Record]:
     return {_run_of(record): record for record in read_records(path)} if path.exists() else {}
 
 
-def _tunes(job: Job) -> Arm | None:
-    return job.tunes if isinstance(job, RunJob) else None
+def _tuning_for(job: Job) -> Arm | None:
+    return job.tuning_for if isinstance(job, RunJob) else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.data.config import SHARED_DATA_ENV
 from kvshift_lab.runs.folder import RunFolder
 from kvshift_lab.runs.run import is_finished
@@ -60,9 +60,9 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], execution: Stud
         tuning = tuning_jobs(with_available_text(recipe.jobs(preset, size.grid.seeds)), size.grid)
     if execution.store is not None:
         execution.store.require_no_other_runs([*tuning, *jobs])
-    say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
+    log(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
     if jobs != asked:
-        say(
+        log(
             f"{SHARED_DATA_ENV} names no folder of text, "
             "so the bundled corpus, which is far smaller, is read repeatedly"
         )
@@ -71,7 +71,7 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], execution: Stud
         records = _run(tuning, execution, earlier=[])
         best = best_rates(records, recipe.tuned_by)
         for variant, rate in best.items():
-            say(f"{variant}: learning rate {rate:.2g} is the best of the grid")
+            log(f"{variant}: learning rate {rate:.2g} is the best of the grid")
         jobs = at_best_rates(jobs, best)
     return _run(jobs, execution, earlier=records)
 
@@ -145,7 +145,7 @@ def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: RecordStore | N
             counts[path] = counts.get(path, 0) + 1
     if found:
         where = ", ".join(f"{count} in {path}" for path, count in counts.items())
-        say(f"{len(found)} of {len(jobs)} runs are already finished: {where}")
+        log(f"{len(found)} of {len(jobs)} runs are already finished: {where}")
         if store is not None:
             store.add([*found.values()])
     return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.study.recipe import Job
 
 _REPORT_SECONDS = 60.0  # seconds between two lines if stderr is not a terminal
@@ -62,7 +62,7 @@ def report_progress(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None =
                 spent = time.monotonic() - start
                 left = spent * (len(jobs) - done) / (done - first) if done > first else None
                 about = "" if left is None else f", about {tqdm.format_interval(left)} left"
-                say(f"[{text}, {tqdm.format_interval(spent)}{about}] {now}")
+                log(f"[{text}, {tqdm.format_interval(spent)}{about}] {now}")
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

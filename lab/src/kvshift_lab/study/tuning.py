@@ -43,9 +43,9 @@ def by_tuned_arm(records: Sequence[Record]) -> dict[Arm, dict[float, list[Record
     """Return the tuning runs by arm and learning rate."""
     found: dict[Arm, dict[float, list[Record]]] = {}
     for record in records:
-        assert record.tunes is not None
+        assert record.tuning_for is not None
         rate = record.options["optimizer"]["learning_rate"]
-        found.setdefault(record.tunes, {}).setdefault(rate, []).append(record)
+        found.setdefault(record.tuning_for, {}).setdefault(rate, []).append(record)
     return found
 
 

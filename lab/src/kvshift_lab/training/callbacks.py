@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.runs.folder import Metrics
 from kvshift_lab.runs.processes import Processes
 from kvshift_lab.runs.progress import SECONDS_BETWEEN_LINES, ProgressReporter
@@ -225,7 +225,7 @@ class Progress(TrainerCallback):
         if self._shown and self._bar.disable and now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now
             left = (now - self._start) / (state.global_step - self._first) * (state.max_steps - state.global_step)
-            say(
+            log(
                 f"step {state.global_step:,} of {state.max_steps:,}: training loss {logs['loss']:.4f}, {rate}, "
                 f"{tqdm.format_interval(left)} left"
             )

@@ -21,22 +21,22 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from kvshift_lab.core.atomic import remove_folder
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.runs.folder import Metrics, RunFolder
 from kvshift_lab.runs.overwriting import require_only_run_files
 from kvshift_lab.runs.processes import COLLECTIVE_TIMEOUT, Processes
-from kvshift_lab.runs.resume import Start, check_folder, require_run_folder
+from kvshift_lab.runs.resume import ResumePoint, check_folder, require_run_folder
 from kvshift_lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, gather_full
 from kvshift_lab.training.tensor_parallel import check_tensor_parallel, parallelism_size
 from kvshift_lab.training.train_config import RunConfig, TrainConfig
 from kvshift_lab.training.trainer import RunTrainer
-from kvshift_lab.variants.building import declare_plain_llama
+from kvshift_lab.variants.building import rewrite_config_as_llama
 
 # Errors of a disk that is full, over quota, read-only or failing, and of a file that is too large.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
-def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: dict[str, Any]) -> bool:
+def prepare_run_folder(stack: ExitStack, folder: RunFolder, config: RunConfig, options: dict[str, Any]) -> bool:
     """Check the options, lock the folder until `stack` is closed, and return True if it holds this run, finished.
 
     Args:
@@ -98,7 +98,7 @@ def uses_cpu(config: RunConfig) -> bool:
 
 
 @contextmanager
-def friendly_errors(config: RunConfig, memory_advice: str) -> Iterator[None]:
+def explain_training_errors(config: RunConfig, memory_advice: str) -> Iterator[None]:
     """Convert interruptions, out-of-memory errors and disk errors to a LabError that tells the user what to do.
 
     Args:
@@ -195,7 +195,7 @@ def add_callbacks(
     config: RunConfig,
     folder: RunFolder,
     processes: Processes,
-    start: Start,
+    start: ResumePoint,
     *,
     tokens_per_step: int,
     log_evaluations: bool = True,
@@ -204,7 +204,7 @@ def add_callbacks(
 
     If `log_evaluations`, the result of each evaluation is printed to stderr.
     """
-    metrics = Metrics(folder.metrics, up_to_step=start.step, say=say) if processes.is_main else None
+    metrics = Metrics(folder.metrics, up_to_step=start.step, log=log) if processes.is_main else None
     recorder, graceful_stop = Recorder(metrics, tokens_per_step, trainer.evaluation), GracefulStop(processes)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -245,7 +245,7 @@ def _wandb_in(folder: RunFolder) -> Iterator[None]:
             os.environ["WANDB_DIR"] = given
 
 
-def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
+def _event_writer(stack: ExitStack, folder: RunFolder, start: ResumePoint) -> Any:
     """Return TensorBoard's writer. Closing `stack` closes it, ignoring OSErrors so that they hide no earlier error."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -266,7 +266,7 @@ def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
 
 
 def fit(
-    trainer: RunTrainer, recorder: Recorder, graceful_stop: GracefulStop, start: Start, processes: Processes
+    trainer: RunTrainer, recorder: Recorder, graceful_stop: GracefulStop, start: ResumePoint, processes: Processes
 ) -> float:
     """Train to the last step and return the training time in seconds, without pauses between stops and resumptions.
 
@@ -347,7 +347,7 @@ def save_model(
             trainer.save_model(str(part))
         if processes.is_main:
             (part / "training_args.bin").unlink(missing_ok=True)  # a pickle that is not needed
-            declare_plain_llama(part)
+            rewrite_config_as_llama(part)
             beside(part)
             if folder.model.exists():  # a complete model is only removed once the new one has replaced it
                 remove_folder(former)

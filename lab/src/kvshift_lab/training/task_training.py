@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.errors import LabError, require
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import MACHINE_SPECIFIC, from_json, to_json
 from kvshift_lab.runs.folder import RunFolder, read_metrics
 from kvshift_lab.runs.processes import Processes
@@ -42,10 +42,10 @@ from kvshift_lab.tasks.questions import QuestionTask
 from kvshift_lab.training.answers import answer_accuracy
 from kvshift_lab.training.running import (
     add_callbacks,
+    explain_training_errors,
     fit,
-    friendly_errors,
-    open_run,
     peak_memory,
+    prepare_run_folder,
     resolve_defaults,
     save_model,
     training_arguments,
@@ -151,8 +151,8 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
     smaller = (
         f"Give a smaller batch_size (now {config.batch_size}) with a larger accumulation (now {config.accumulation})"
     )
-    with friendly_errors(config, smaller), ExitStack() as stack:
-        if not open_run(stack, folder, config, task_options(config)):
+    with explain_training_errors(config, smaller), ExitStack() as stack:
+        if not prepare_run_folder(stack, folder, config, task_options(config)):
             _run(stack, dataclasses.replace(config, **resolve_defaults(config)), folder)
     result = folder.read(folder.result)
     assert result is not None
@@ -181,7 +181,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         zero_outputs=isinstance(config.model, ModelConfig) and bool(config.model.zero_outputs),
     )
     processes = Processes(cpu=uses_cpu(config))
-    start = start_or_resume(folder, task_options(config), processes, say)
+    start = start_or_resume(folder, task_options(config), processes, log)
     batches = TaskBatches(
         task,
         split="training",

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from kvshift_lab.core.atomic import remove_folder, write_json
-from kvshift_lab.core.messages import quiet, say
+from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.text import TextData, load_text_data
@@ -31,15 +31,15 @@ from kvshift_lab.runs.pretrained import (
     with_tokenizer,
 )
 from kvshift_lab.runs.processes import Processes
-from kvshift_lab.runs.resume import data_facts, resolved_model, start_or_resume
+from kvshift_lab.runs.resume import data_fingerprint, resolved_model, start_or_resume
 from kvshift_lab.training.probes import check_probes
 from kvshift_lab.training.running import (
     add_callbacks,
+    explain_training_errors,
     fit,
-    friendly_errors,
     fsdp_is_ignored,
-    open_run,
     peak_memory,
+    prepare_run_folder,
     resolve_defaults,
     save_model,
     training_arguments,
@@ -53,7 +53,7 @@ from kvshift_lab.variants.building import build_model, count_parameters, llama_c
 from kvshift_lab.variants.by_name import find_variant, label_of, resolve_variant, variant_of
 from kvshift_lab.variants.uncached import decodes_with_cache
 
-_say = partial(say, command="train")
+_log = partial(log, command="train")
 
 
 def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
@@ -73,19 +73,19 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
     config = dataclasses.replace(config, model=resolve_variant(config.model))
     processes = Processes(cpu=uses_cpu(config))
     folder = RunFolder(config.out)
-    say = _say if processes.is_main else quiet
+    log = _log if processes.is_main else quiet
     disable_progress_bar()  # which transformers shows for every file that it writes
     if not (config.progress and sys.stderr.isatty()):
         disable_progress_bars()  # which datasets shows while text is read and packed
     smaller = (
         f"Give a smaller batch_size (now {config.batch_size}) with the same tokens_per_step, or gradient_checkpointing"
     )
-    with friendly_errors(config, smaller), ExitStack() as stack:
+    with explain_training_errors(config, smaller), ExitStack() as stack:
         stack.callback(processes.end)  # also after errors: a process that exits without it may be aborted
-        if processes.main_first(lambda: open_run(stack, folder, config, to_json(config))):
-            say(f"{config.out} already contains this run, finished; its results are in {folder.result}")
+        if processes.main_first(lambda: prepare_run_folder(stack, folder, config, to_json(config))):
+            log(f"{config.out} already contains this run, finished; its results are in {folder.result}")
         else:
-            _run(stack, config, folder, processes, say, callbacks)
+            _run(stack, config, folder, processes, log, callbacks)
 
 
 def _run(
@@ -93,7 +93,7 @@ def _run(
     config: TrainConfig,
     folder: RunFolder,
     processes: Processes,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     callbacks: Sequence[TrainerCallback],
 ) -> None:
     replaces = config.overwrite and folder.config.exists()
@@ -103,7 +103,7 @@ def _run(
     stack.callback(remove_folder, pending_tokenizer(folder).parent)  # for a new run that fails before it begins
     source = None
     if config.init_from is not None:
-        source = find_pretrained(config.init_from, say)
+        source = find_pretrained(config.init_from, log)
         config = dataclasses.replace(config, data=with_tokenizer(source, config.data))
     data = _load(config, tokenizer, processes)
     tokens, length = len(data.tokenizer), config.data.sequence_length
@@ -120,7 +120,7 @@ def _run(
     config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolve_defaults(config))
     options = to_json(config)
     options["model"] |= resolved_model(model_config)
-    facts = data_facts(data)
+    facts = data_fingerprint(data)
     frozen = config.model.freeze_shift
     if source is None:
         model = build_model(
@@ -142,7 +142,7 @@ def _run(
         check_probes(model)
     processes.any_process(False)  # wait until all processes have read the files that the first one changes next
     start = processes.main_first(
-        lambda: start_or_resume(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
+        lambda: start_or_resume(folder, options, processes, log, facts, extend=config.extend, overwrite=replaces)
     )
     if tensor_parallel_size() > 1:
         model = shard_model(model, start.checkpoint, folder, processes)
@@ -151,7 +151,7 @@ def _run(
     # With init_from, the only variants are vanilla and kv-shift.
     more = variant.added_parameters(model_config) if source is None else sizes["shift_parameters"]
     trained = "" if config.tune is None else f"{sizes['trained_parameters']:,} of them trained; "
-    say(
+    log(
         f"{label_of(options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; {trained}"
         f"{config.steps} steps of {tokens_per_step:,} tokens"
     )
@@ -165,7 +165,7 @@ def _run(
         collate=collate,
     )
     if fsdp_is_ignored(trainer):
-        say("FSDP is ignored: accelerate uses it only on GPUs. Each process has the full model (DDP)")
+        log("FSDP is ignored: accelerate uses it only on GPUs. Each process has the full model (DDP)")
     recorder, graceful_stop = add_callbacks(
         stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step
     )
@@ -178,7 +178,7 @@ def _run(
     if processes.is_main:
         result = _result(trainer, folder, config, seconds) | sizes
         write_json(folder.result, result)
-        say(f"finished: validation loss {result['eval_loss']:.4f}; model in {folder.model}, results in {folder.result}")
+        log(f"finished: validation loss {result['eval_loss']:.4f}; model in {folder.model}, results in {folder.result}")
 
 
 def _load(config: TrainConfig, tokenizer: Path, processes: Processes) -> TextData:

@@ -22,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from kvshift.layers import KVShift
 from kvshift_lab.core.errors import DivergedError, RunFailedError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.data.order import EndlessStream, ShuffledEpochs
 from kvshift_lab.runs.checkpoints import list_checkpoints, mark_complete, remove_old_checkpoints, size_fault
 from kvshift_lab.runs.processes import Processes
@@ -31,7 +31,7 @@ from kvshift_lab.training.optimizer import adamw
 from kvshift_lab.training.probes import probe_heads, probe_targets, summarize_targets
 from kvshift_lab.training.tensor_parallel import gather_optimizer_state, tensor_parallel_size
 from kvshift_lab.training.train_config import RunConfig
-from kvshift_lab.variants.building import declare_plain_llama
+from kvshift_lab.variants.building import rewrite_config_as_llama
 
 # File in checkpoints made between two lines of metrics: the step after which the current mean loss begins, and the sum
 # of the losses so far in each process.
@@ -150,7 +150,7 @@ class RunTrainer(Trainer):
         self._collectively(folder, write)
         self._collectively(folder, (lambda: self._mark_complete(folder)) if self._processes.is_main else lambda: None)
         if self._processes.is_main:
-            remove_old_checkpoints(folder, self._config.keep_checkpoints, say)
+            remove_old_checkpoints(folder, self._config.keep_checkpoints, log)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save the model. Under DeepSpeed, coefficients are saved in float32, from the optimizer's master weights.
@@ -190,7 +190,7 @@ class RunTrainer(Trainer):
 
     def _mark_complete(self, folder: Path) -> None:
         self._before_save()
-        declare_plain_llama(folder)
+        rewrite_config_as_llama(folder)
         mark_complete(folder)
 
     def _collectively(self, folder: Path, write: Callable[[], None]) -> None:

@@ -86,39 +86,39 @@ class AttentionMixin(ShiftedAttention):
         past_key_values: Cache | None = None,
         cache: Cache | None = None,
         next_token: Any = None,  # for the one call of the package's own attention
-        **where: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = shift_and_cache(
             self.shift,
             *self.project(hidden_states),
             past_key_values if cache is None else cache,
             self.layer_idx,
-            mask=where["shift_mask"],
-            seq_idx=where["shift_seq_idx"],
+            mask=options["shift_mask"],
+            seq_idx=options["shift_seq_idx"],
             rotary=position_embeddings,
             norms=(self.q_norm, self.k_norm) if self.qk_norm else None,
         )
-        output, weights = self.attend(query, key, value, attention_mask=attention_mask, **where)
+        output, weights = self.attend(query, key, value, attention_mask=attention_mask, **options)
         return self.output(output), weights
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Return the output of attention, (B, T, heads, size), and its weights or None.
 
         Args:
             query: (B, H, T, D).
             key, value: (B, G, K, D).
-            where: attention_mask, shift_mask and shift_seq_idx from `create_masks`, and the layer's other arguments.
+            options: attention_mask, shift_mask and shift_seq_idx from `create_masks`, and the layer's other arguments.
         """
         raise NotImplementedError
 
     def softmax_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, *, attention_mask: Tensor | None, **where: Any
+        self, query: Tensor, key: Tensor, value: Tensor, *, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention with the configured implementation; H must be G times `num_key_value_groups`."""
-        implementation = where.pop("attn_implementation", None) or self.config._attn_implementation
+        implementation = options.pop("attn_implementation", None) or self.config._attn_implementation
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         for name in ("shift_mask", "shift_seq_idx"):
-            where.pop(name, None)
+            options.pop(name, None)
         return attention(
             self,
             query,
@@ -128,5 +128,5 @@ class AttentionMixin(ShiftedAttention):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
-            **where,
+            **options,
         )

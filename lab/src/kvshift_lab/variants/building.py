@@ -137,7 +137,7 @@ def with_vanilla_parameters(options: ModelConfig) -> ModelConfig:
     return options if width == before else replace(options, intermediate_size=width)
 
 
-def declare_plain_llama(folder: Path) -> None:
+def rewrite_config_as_llama(folder: Path) -> None:
     """Change the model type in a saved model's config.json to llama if the model equals transformers' Llama.
 
     The weights of a vanilla model have the names that transformers' Llama uses, so programs that do not know this

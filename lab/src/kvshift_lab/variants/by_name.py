@@ -76,7 +76,7 @@ VARIANTS: Mapping[str, VariantEntry] = {
     )
 }
 
-PAIR = ("kv-shift", "vanilla")
+SHIFTED_AND_VANILLA = ("kv-shift", "vanilla")
 """The names of KV shift and of its baseline."""
 
 

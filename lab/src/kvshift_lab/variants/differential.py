@@ -108,8 +108,8 @@ class PairRotaryEmbedding(LlamaRotaryEmbedding):
 class _DifferentialAttention(AttentionMixin):
     differential: Differential
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:
-        heads, weights = self.softmax_attention(split_pair(query), key, value, **where)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        heads, weights = self.softmax_attention(split_pair(query), key, value, **options)
         return self.differential(heads), weights
 
 

@@ -67,9 +67,9 @@ class FoXShift(TokenMixing):
         return k_hat, v_hat, ShiftState(k_rows, v_rows, max_rows)
 
 
-def _shifted(x: Tensor, gate: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+def _shifted(x: Tensor, gate: Tensor, **boundaries: Any) -> tuple[Tensor, Tensor]:
     """Apply the formula to x (B, T, G, D) with gates (B, T, G, 1); return y and the next state, as `shift_tokens`."""
-    before, rows = tokens_before(x, **where)
+    before, rows = tokens_before(x, **boundaries)
     return torch.lerp(x.to(gate.dtype), before.to(gate.dtype), gate).to(x.dtype), rows
 
 

@@ -73,7 +73,7 @@ class MixingVariant(ModelVariant):
         return model_class, config
 
 
-def tokens_before(x: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+def tokens_before(x: Tensor, **boundaries: Any) -> tuple[Tensor, Tensor]:
     """Return x[t-1] for x (B, T, G, D), 0 where a document begins, and the next state, as `shift_tokens` does."""
     only_before_G2 = torch.tensor([[0.0, 1.0]], device=x.device).expand(x.shape[2], 2)
-    return shift_tokens(x, only_before_G2, **where)
+    return shift_tokens(x, only_before_G2, **boundaries)

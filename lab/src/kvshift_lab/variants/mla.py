@@ -90,13 +90,13 @@ class _LatentShift(nn.Module):
         rotary: Rotary,
         norms: None = None,
         keep_state: bool = True,
-        **where: Any,
+        **boundaries: Any,
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """See `KVShift.forward`; norms are ignored, and `where` is passed on to `kv_shift`."""
+        """See `KVShift.forward`; norms are ignored, and `boundaries` is passed on to `kv_shift`."""
         sizes, new_state = self.sizes, None
         if self.targets:
             before_12 = torch.tensor([[0.0, 1.0]], device=k.device)
-            k_hat, v_hat, new_state = kv_shift(k, v, before_12, before_12, **where)
+            k_hat, v_hat, new_state = kv_shift(k, v, before_12, before_12, **boundaries)
             k = torch.cat([k[..., : sizes.rank], k_hat[..., sizes.rank :]], dim=-1)
             v = torch.cat([v[..., : sizes.keys_rope], v_hat[..., sizes.keys_rope :]], dim=-1)
         nope, rope = q.split([sizes.nope, sizes.rope], dim=-1)
@@ -156,9 +156,9 @@ class _LatentAttention(AttentionMixin, KVShiftLlamaAttention):
         of_head_0 = [key[:, :, :1], *([r[..., : sizes.rope]] if sizes.shifts_rope else [])]
         return query, torch.cat([latent, *of_head_0], dim=-1), torch.cat([r, value[:, :, 1:2]], dim=-1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         key, value = self._of_all_heads(key.transpose(1, 2), value.transpose(1, 2))
-        return self.softmax_attention(query, key.transpose(1, 2), value.transpose(1, 2), **where)
+        return self.softmax_attention(query, key.transpose(1, 2), value.transpose(1, 2), **options)
 
     def _decompress(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return unrotated keys and values of all heads, (B, K, H, ...), given latents (B, K, 1, rank)."""

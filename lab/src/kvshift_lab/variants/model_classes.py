@@ -15,7 +15,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvshift.models.retrofit.family import note_class
+from kvshift.models.retrofit.family import register_model_class
 
 
 class NamedConfig:
@@ -38,7 +38,7 @@ def prepend_class(module: nn.Module, before: type) -> None:
     """Replace a module's class, in place, by a subclass of `before` and that class; weights, names and hooks stay."""
     module.__class__ = _combined(before, type(module))
     if isinstance(module, PreTrainedModel):
-        note_class(module)
+        register_model_class(module)
 
 
 def variant_class(

@@ -48,7 +48,7 @@ class _SelectiveAttention(AttentionMixin):
         *,
         shift_mask: Tensor | None,
         shift_seq_idx: Tensor | None,
-        **where: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         arguments: dict[str, Any] = {"scaling": self.scaling, "axis": self.config.axis}
         arguments |= {"mask": shift_mask, "seq_idx": shift_seq_idx}

@@ -52,12 +52,12 @@ class _Order(NamedTuple):
     def of(cls, like: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> _Order:
         batch, _, length, _ = like.shape
         index_T = torch.arange(length, device=like.device)
-        real_BT = torch.ones(batch, length, dtype=torch.bool, device=like.device) if mask is None else mask
-        named_BT = torch.zeros_like(real_BT, dtype=torch.long) if seq_idx is None else seq_idx.long()
-        document_BT = torch.where(real_BT, named_BT, -1 - index_T)
-        last_BT = torch.where(real_BT, index_T, -1).cummax(1).values
+        not_padding_BT = torch.ones(batch, length, dtype=torch.bool, device=like.device) if mask is None else mask
+        named_BT = torch.zeros_like(not_padding_BT, dtype=torch.long) if seq_idx is None else seq_idx.long()
+        document_BT = torch.where(not_padding_BT, named_BT, -1 - index_T)
+        last_BT = torch.where(not_padding_BT, index_T, -1).cummax(1).values
         before_BT = F.pad(last_BT[:, :-1], (1, 0), value=-1)
-        same_BT = real_BT & (before_BT >= 0) & (document_BT.gather(1, before_BT.clamp(min=0)) == document_BT)
+        same_BT = not_padding_BT & (before_BT >= 0) & (document_BT.gather(1, before_BT.clamp(min=0)) == document_BT)
         return cls(document_BT, torch.where(same_BT, before_BT, -1))
 
     def visible(self, start: int, stop: int) -> Tensor:

@@ -3,7 +3,7 @@
     y[t] = x[t] + scale * sigmoid(gate . x[t, :12]) * x[t-1],    x[t-1] = 0 where a document begins
 
 The model has one scale and one gate. Both are initialised to 0, so that a smeared model starts out as its vanilla
-twin. A cache stores the last embedding in its first layer, in the place of the raw rows of a shift.
+counterpart. A cache stores the last embedding in its first layer, in the place of the raw rows of a shift.
 
 Source: modded-nanogpt (train_gpt.py, smear_gate and smear_lambda), which does not keep documents apart.
 

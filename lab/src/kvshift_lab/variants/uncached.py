@@ -38,7 +38,9 @@ class UncachedGeneration:
     decodes_with_cache = False
     config: UncachedConfig
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         if model_kwargs.get(CACHE) is not None or generation_config.use_cache is True:
             raise ValueError(f"use_cache must be False and {CACHE} None: {_no_cache(self)}")
         generation_config.use_cache = model_kwargs["use_cache"] = False

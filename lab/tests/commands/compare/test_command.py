@@ -195,7 +195,7 @@ def test_equal_parameters_are_recorded(tmp_path, children, unplotted):
     widths = {name: values["model"]["intermediate_size"] for name, values in options.items()}
     canon = child_config(config.train, 0, "canon", equal_parameters=True).model.intermediate_size
     assert widths == {"vanilla": None, "canon": canon, "kvshift": None}
-    with pytest.raises(LabError, match="equal_parameters: True there, None here"):
+    with pytest.raises(LabError, match="equal_parameters: recorded True, given None"):
         compare(replace(config, equal_parameters=False))
 
 
@@ -221,9 +221,9 @@ def test_other_options_in_one_folder_are_named(tmp_path, children, unplotted):
     compare(config_for(tmp_path / "out"))
     children.clear()
     other = config_for(tmp_path / "out", steps=77, model=ModelConfig(hidden_size=64))
-    with pytest.raises(LabError, match=r"model\.hidden_size: None there, 64 here; steps: 300 there, 77 here"):
+    with pytest.raises(LabError, match=r"model\.hidden_size: recorded None, given 64; steps: recorded 300, given 77"):
         compare(other)
-    with pytest.raises(LabError, match="seed: 0 there, 1 here"):
+    with pytest.raises(LabError, match="seed: recorded 0, given 1"):
         compare(config_for(tmp_path / "out", seed=1))
     assert children == []
 

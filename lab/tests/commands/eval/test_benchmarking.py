@@ -306,5 +306,5 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_what_is_asked_is_in_float32_from_the_logits_on(shifted):
-    model, words, _ = load_model(str(shifted), dtype="bfloat16", device="cpu", say=print)
+    model, words, _ = load_model(str(shifted), dtype="bfloat16", device="cpu", log=print)
     assert wrap_for_lm_eval(model, words, batch_size=1).softmax_dtype == torch.float32

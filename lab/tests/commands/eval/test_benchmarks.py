@@ -20,8 +20,6 @@ from kvshift_lab.commands.eval.task_scores import scores
 
 from .benchmark_cases import CMMLU, MMLU, SHARED, Scripted, needs_shared
 
-pytestmark = pytest.mark.no_models
-
 # The published numbers of questions; for CMMLU, that of its repository (its paper says 11,528).
 PUBLISHED = {
     "lambada": 5153,

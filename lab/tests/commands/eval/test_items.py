@@ -12,8 +12,6 @@ from kvshift_lab.core.errors import LabError
 
 from .benchmark_cases import ARC, HELLASWAG, LAMBADA, MATH, WINOGRANDE, write_benchmarks
 
-pytestmark = pytest.mark.no_models
-
 HUB_ROWS: dict[tuple[str, str | None, str], list[dict[str, Any]]] = {
     ("EleutherAI/lambada_openai", "default", "test"): [{"text": f"{context} {word}"} for context, word in LAMBADA],
     ("allenai/winogrande", "winogrande_xl", "validation"): [

@@ -17,8 +17,6 @@ from kvshift_lab.tasks import CFG3F, CFG3S, CFGGrammar
 from ..cases import seeded
 from .grammars import TINY, windows, written_out
 
-pytestmark = pytest.mark.no_models
-
 
 def neighbours(text: tuple[int, ...], tokens: range) -> set[tuple[int, ...]]:
     """Return all texts that result from inserting, deleting or changing one token."""

@@ -16,8 +16,6 @@ from kvshift_lab.tasks import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask, Ques
 from ..cases import check_shape, drawn_numbers, seeded
 from .grammars import DRAWN, RAGGED, TINY, windows, written_out
 
-pytestmark = pytest.mark.no_models
-
 FIELDS = ("input_ids", "labels", "slices")
 
 

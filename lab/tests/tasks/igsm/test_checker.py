@@ -13,8 +13,6 @@ from kvshift_lab.tasks.igsm.quantities import Instance
 
 from .reading import DRAW, drawn, solution_text
 
-pytestmark = pytest.mark.no_models
-
 RIGHT = {"paper": True, "strict": True}
 LENIENT = {"paper": True, "strict": False}
 WRONG = {"paper": False, "strict": False}

@@ -14,8 +14,6 @@ from kvshift_lab.tasks.igsm.quantities import Abstract, Instance
 
 from .reading import defined, drawn, evaluated, igsm_formulas, names_in, problem_text, solution_text
 
-pytestmark = pytest.mark.no_models
-
 CATEGORIES = {item: category.name for system in SYSTEMS for category in system for item in category.items}
 
 

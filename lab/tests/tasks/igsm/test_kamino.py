@@ -14,8 +14,6 @@ from kvshift_lab.tasks.igsm.problem import Problem
 
 from .reading import defined, drawn, evaluated, kamino_formulas, names_in, problem_text, solution_text
 
-pytestmark = pytest.mark.no_models
-
 
 def needed(problem: Problem) -> set[str]:
     found: set[str] = set()

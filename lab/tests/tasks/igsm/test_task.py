@@ -20,8 +20,6 @@ from kvshift_lab.tasks.questions import QuestionTask
 
 from ..cases import check_shape, seeded
 
-pytestmark = pytest.mark.no_models
-
 SMALL: dict[str, Any] = {"ops": 4, "test_ops": 5, "length": 211}
 TASKS: dict[str, Any] = {
     "kamino": SMALL,

@@ -25,7 +25,7 @@ def passes_decode_check(shift: PagedShift) -> bool:
             warnings.warn(
                 f"the kernel for decoding gives other results on {weights.device}: {fault}. Shifts are computed by "
                 "other operations, outside of CUDA graphs, which is slower. Please report this with the output of "
-                "`kvshift doctor`.",
+                "`python -m kvshift --test`.",
                 RuntimeWarning,
                 stacklevel=2,
             )

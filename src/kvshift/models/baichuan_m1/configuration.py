@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from kvshift.models.configuration import check_unknown_fields
+
 
 @strict
 class BaichuanM1Config(LlamaConfig):
@@ -41,6 +43,7 @@ class BaichuanM1Config(LlamaConfig):
     conv_window: int = 2
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_unknown_fields(self, kwargs)
         if not self.rope_parameters and kwargs.get("rope_theta") is None:
             raise ValueError("rope_theta must be given, here or in rope_parameters; got neither")
         self._check_windows()

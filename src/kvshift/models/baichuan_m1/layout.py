@@ -1,4 +1,4 @@
-"""Names and shapes in the released checkpoints and, below each, in this package.
+"""Weights whose name or shape differs: in checkpoints and, below or behind it, in the model.
 
     self_attn.conv_k, earlier K    (1, 1, G, 1, 2), previous token first
     self_attn.shift.alpha          (G, 2), current token first
@@ -6,9 +6,11 @@
     self_attn.conv_v, earlier V    the same as conv_k
     self_attn.shift.beta           the same as alpha
 
-All other names and shapes are the same in both. Models are saved in the released layout.
+    lm_head.weight, lm_head.raw    (V, E)
 
-Shapes: G KV heads.
+Models are saved with the first name.
+
+Shapes: G KV heads, E model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,14 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
 
-_NAMES = {"conv_k": "shift.alpha", "conv_v": "shift.beta"}
-_EARLIER = {"K": "shift.alpha", "V": "shift.beta"}
-CONVOLUTIONS = _NAMES | _EARLIER
-"""Names in an attention layer of a checkpoint, mapped to names in the model."""
-BOTH_NAMES = (0, 0, 0)
-"""Shape of the placeholder for a weight that is given under both names, which makes loading fail; no weight has it."""
+_NAMES = {"self_attn.shift.alpha": ["self_attn.conv_k", "self_attn.K"]}
+_NAMES |= {"self_attn.shift.beta": ["self_attn.conv_v", "self_attn.V"], "lm_head.raw": ["lm_head.weight"]}
 
 
 def to_coefficients(conv: Tensor) -> Tensor:
@@ -46,10 +44,9 @@ class _ToCoefficients(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
-        if len(input_dict) != 1:
-            return {target_patterns[0]: torch.empty(BOTH_NAMES)}
-        (tensors,) = input_dict.values()
-        return {target_patterns[0]: to_coefficients(tensors[0] if isinstance(tensors, list) else tensors)}
+        found = [to_coefficients(tensor) for tensors in input_dict.values() for tensor in tensors]
+        # Under both names, (G, 4): a shape that is refused.
+        return {target_patterns[0]: found[0] if len(found) == 1 else torch.cat(found, dim=-1)}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -62,8 +59,8 @@ class _ToReleased(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
-        (tensors,) = input_dict.values()
-        released = to_released(tensors[0] if isinstance(tensors, list) else tensors)
+        ((coefficients,),) = input_dict.values()
+        released = to_released(coefficients)
         narrow = released.to(kwargs["model"].dtype)
         return {target_patterns[0]: narrow if torch.equal(narrow.to(released.dtype), released) else released}
 
@@ -72,41 +69,32 @@ class _ToReleased(ConversionOps):
         return _ToCoefficients()
 
 
-class _SaveOnlyIfLoaded(WeightConverter):
-    """A converter that saves weights under the earlier names only if they were loaded under them."""
-
-    def reverse_transform(self) -> WeightTransform:
-        return super().reverse_transform() if self.was_used() else self  # which matches no name in the model
-
-
-def conversions() -> list[WeightConverter]:
-    """Return the converters for `from_pretrained` of transformers and, reversed, for `save_pretrained`."""
+def conversions() -> list[WeightTransform]:
+    """Return the conversions for `from_pretrained` of transformers and, reversed, for `save_pretrained`."""
     return [
-        kind(f"self_attn.{released}", f"self_attn.{ours}", operations=[_ToCoefficients()])
-        for kind, names in ((WeightConverter, _NAMES), (_SaveOnlyIfLoaded, _EARLIER))
-        for released, ours in names.items()
+        WeightConverter(names, ours, [_ToCoefficients()]) if "shift" in ours else WeightRenaming(names, ours)
+        for ours, names in _NAMES.items()
     ]
 
 
 def released_name(key: str) -> str:
     """Return the name in a checkpoint of a weight of the model."""
-    for released, ours in _NAMES.items():
-        key = key.replace(f"self_attn.{ours}", f"self_attn.{released}")
+    for ours, names in _NAMES.items():
+        key = key.replace(ours, names[0])
     return key
-
-
-def both_names(key: str) -> str:
-    """Return both names that a weight of the model has in checkpoints, joined by "and"."""
-    released = released_name(key)
-    start, _, last = released.rpartition(".")
-    return f"{released} and {start}.{last[-1].upper()}"
 
 
 def load_released_names(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Convert released weights in a state dict in place, before `load_state_dict`, as `Trainer` needs to resume."""
-    for (released, ours), earlier in zip(_NAMES.items(), _EARLIER, strict=True):
-        given = [prefix + name for name in (released, earlier) if prefix + name in state_dict]
-        if len(given) == 2:
-            raise ValueError(f"the weights have both {' and '.join(given)}, two names of one weight")
-        for name in given:
-            state_dict[prefix + ours] = to_coefficients(state_dict.pop(name))
+    converted = {}
+    for key in list(state_dict):
+        for ours, names in _NAMES.items():
+            name = next((name for name in names if key == name or key.endswith(f".{name}")), None)
+            if name is not None:
+                new, weight = key.removesuffix(name) + ours, state_dict.pop(key)
+                if new in converted:
+                    raise ValueError(
+                        f"the weights have {released_name(new)} under two of its names, {', '.join(names)}"
+                    )
+                converted[new] = to_coefficients(weight) if "shift" in ours else weight
+    state_dict |= converted

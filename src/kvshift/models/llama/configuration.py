@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from kvshift.layers.shift import COEFFICIENT_NAMES
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.paper_sizes import SIZES
 
@@ -24,17 +25,6 @@ class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
 
     loaded_by: ClassVar[str] = "kvshift.models.llama.KVShiftLlamaForCausalLM"
     model_type = "kvshift_llama"
-    base_model_tp_plan: ClassVar[dict[str, str]] = {
-        **(LlamaConfig.base_model_tp_plan or {}),
-        # Coefficients are sharded like their heads.
-        "layers.*.self_attn.shift.alpha": "colwise",
-        "layers.*.self_attn.shift.beta": "colwise",
-        "layers.*.self_attn.shift.gamma": "colwise",
-        # All heads share one norm, and each rank computes only the part of its gradient that comes from its heads.
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-    }
-
     qk_norm: bool = False
     sliding_window: int | None = None
 
@@ -43,6 +33,21 @@ class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 2):
             raise ValueError(f"sliding_window must be an integer of at least 2, or None; got {window!r}")
         super().__post_init__(**kwargs)
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """Plan of tensor parallelism, for exactly the modules that the model has."""
+        attention = "layers.*.self_attn"
+        plan = dict(vars(self).get("base_model_tp_plan") or LlamaConfig.base_model_tp_plan or {})
+        for target in self.shift_targets:  # coefficients are sharded like their heads
+            plan[f"{attention}.shift.{COEFFICIENT_NAMES[target]}"] = "colwise"
+        if self.qk_norm:  # shared by all heads: each rank has the part of their gradients that comes from its heads
+            plan |= dict.fromkeys((f"{attention}.q_norm", f"{attention}.k_norm"), "replicated_with_grad_allreduce")
+        return plan
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        vars(self)["base_model_tp_plan"] = plan  # transformers 5.16 adds an entry for tied embeddings
 
 
 def size_config(name: str, **changes: Any) -> KVShiftLlamaConfig:

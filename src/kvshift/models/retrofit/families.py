@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
@@ -122,6 +123,20 @@ class _GPTNeoXAttention(ShiftedAttention):
 
 class _GPTNeoXDecoder(RetrofittedDecoder):
     norm = property(lambda self: self.final_layer_norm)  # type: ignore[assignment]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the decoder as other families' do; the order of the arguments is that of GPT-NeoX."""
+        given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        return super().forward(*given, **kwargs)
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         return self.emb_dropout(self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds)

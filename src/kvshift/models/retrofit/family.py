@@ -182,7 +182,7 @@ def convert(model: PreTrainedModel, family: Family, config: Any) -> None:
         elif type(module) in family.models:
             module.__class__ = family.models[type(module)]
             assert isinstance(module, PreTrainedModel)
-            note_class(module)
+            register_model_class(module)
 
 
 def add_child(parent: nn.Module, name: str, child: nn.Module) -> None:
@@ -196,7 +196,7 @@ def add_child(parent: nn.Module, name: str, child: nn.Module) -> None:
     setattr(parent, name, child.train(parent.training))
 
 
-def note_class(model: PreTrainedModel) -> None:
+def register_model_class(model: PreTrainedModel) -> None:
     """Record what a constructor of transformers records about the class of its model."""
     model._keep_in_fp32_modules_strict = set(type(model)._keep_in_fp32_modules_strict or ())
     # The key is the name of the class; without the entry, output_hidden_states and output_attentions have no effect.

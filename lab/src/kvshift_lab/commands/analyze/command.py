@@ -24,13 +24,13 @@ from kvshift_lab.analysis.maps import counts_by_layer
 from kvshift_lab.commands.analyze.options import AnalyzeConfig
 from kvshift_lab.core.atomic import write_bytes, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import quiet, say
+from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.core.options import to_json
 from kvshift_lab.runs.loading import load_tokenizer, load_weights
 from kvshift_lab.runs.model_files import locate, model_folder
 from kvshift_lab.training.head_scores import Measured, attention_maps, measure_heads, sequences_for
 
-_say = partial(say, command="analyze")
+_log = partial(log, command="analyze")
 
 
 def analyze(config: AnalyzeConfig) -> Path:
@@ -42,7 +42,7 @@ def analyze(config: AnalyzeConfig) -> Path:
     """
     config.check()
     out = config.run / "analysis" if config.out is None else config.out
-    folder = model_folder(config.run, _say)  # prints the checkpoint's name; `locate` need not
+    folder = model_folder(config.run, _log)  # prints the checkpoint's name; `locate` need not
     tokenizer = None if config.text is None else load_tokenizer(locate(str(config.run), quiet)[1])
     logging.disable_progress_bar()
     model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")

@@ -15,13 +15,13 @@ from kvshift_lab.check.suite import report_with_environment
 from kvshift_lab.commands.check.options import CheckConfig
 from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.errors import CheckFailedError, LabError, nearest
-from kvshift_lab.core.messages import quiet, say
+from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.data.hub import is_hub_name, require_on_hub
 from kvshift_lab.runs.loading import load_tokenizer, load_weights
 from kvshift_lab.runs.model_files import locate, model_folder
 from kvshift_lab.variants.model_config import DType
 
-_say = partial(say, command="check")
+_log = partial(log, command="check")
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -46,7 +46,7 @@ def check(config: CheckConfig) -> None:
             length=config.length,
             dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
             seed=config.seed,
-            say=lambda verdict: _say(f"{verdict.property}: {verdict.verdict}"),
+            log=lambda verdict: _log(f"{verdict.property}: {verdict.verdict}"),
         )
     except (TypeError, ValueError) as error:
         raise LabError(str(error)) from error
@@ -83,7 +83,7 @@ def _load(config: CheckConfig) -> tuple[Any, Any, list[str]]:
         require_on_hub(config.model, "model")
         folder = config.model
     else:
-        folder = str(model_folder(config.model, _say))
+        folder = str(model_folder(config.model, _log))
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation

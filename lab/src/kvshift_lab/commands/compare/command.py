@@ -22,7 +22,7 @@ from kvshift_lab.commands.compare.options import CompareConfig
 from kvshift_lab.commands.compare.training_process import TrainingError, TrainingProcess
 from kvshift_lab.core.atomic import read_json, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import to_json
 from kvshift_lab.runs.folder import RunFolder
 from kvshift_lab.study.arm import Arm
@@ -122,7 +122,7 @@ def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:
         return
     from kvshift_lab.commands.compare.step_time import measure_step_time
 
-    say(f"\ntiming training steps of all models in turn ({config.step_time_seconds:g} s)")
+    log(f"\ntiming training steps of all models in turn ({config.step_time_seconds:g} s)")
     write_json(path, measure_step_time(folders, config.step_time_seconds))
 
 
@@ -137,7 +137,7 @@ def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
         return
     from kvshift_lab.commands.compare.samples import sample
 
-    say("generating a sample from each model")
+    log("generating a sample from each model")
     write_json(path, {"asked": what, **sample(folders, seed=config.train.seed, **asked)})
 
 

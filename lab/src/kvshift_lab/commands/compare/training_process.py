@@ -16,7 +16,7 @@ from typing import Any
 
 from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.errors import FolderInUseError, LabError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import to_json
 from kvshift_lab.runs.folder import RunFolder
 from kvshift_lab.runs.resume import other_options
@@ -58,14 +58,14 @@ class TrainingProcess(RunJob):
     def run(self, out: Path) -> None:
         label = f"seed {self.seed}, {self.arm.variant} ({self.position})"
         if self.is_finished(out):
-            say(f"{label}: already finished")
+            log(f"{label}: already finished")
             return
         _wait_until_free(out, label)
         options = out.with_suffix(".json")
         options.parent.mkdir(exist_ok=True)
         write_json(options, to_json(self.config))
         arguments = ["--config", str(options)]
-        say(f"\n{label}: kvshift train {shlex.join(arguments)}")
+        log(f"\n{label}: kvshift train {shlex.join(arguments)}")
         code = _run([*_TRAIN, *arguments])
         if code == LabError.exit_code and not RunFolder(out).config.exists():
             options.unlink()  # the run has not started
@@ -108,6 +108,6 @@ def _wait_until_free(folder: Path, label: str) -> None:
                 return
         except FolderInUseError:
             if not waited:
-                say(f"{label}: an earlier process is still training in {folder}; waiting for it to end")
+                log(f"{label}: an earlier process is still training in {folder}; waiting for it to end")
             waited = True
             time.sleep(1)

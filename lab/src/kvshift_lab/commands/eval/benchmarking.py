@@ -14,11 +14,11 @@ from kvshift_lab.commands.eval.items import HUB, Questions, find_data, read_ques
 from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.commands.eval.task_scores import average, compare, compare_averages, scores
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.core.messages import quiet, say
+from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.runs.loading import load_model
 from kvshift_lab.runs.model_files import locate
 
-_say = partial(say, command="eval")
+_log = partial(log, command="eval")
 
 BenchmarkResults = dict[str, list[dict[str, Any]]]  # benchmark name -> one result per question
 
@@ -68,16 +68,16 @@ def _evaluate_model(
         wrap_for_lm_eval,
     )
 
-    model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, say=_say)
+    model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, log=_log)
     wrapped = wrap_for_lm_eval(model, tokenizer, batch_size=config.batch_size, window=config.window)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or wrapped.max_length
     if wrapped.max_length > longest:
         raise LabError(f"window must be at most {longest}, the longest context of {name}, got {config.window}")
     key = f"{weights_version(source, model)} {wrapped.max_length} {model.dtype}"
-    answers = CachedModel(wrapped, cache, source=key, say=_say)
+    answers = CachedModel(wrapped, cache, source=key, log=_log)
     found: BenchmarkResults = {}
     for task in tasks:
-        _say(f"{name}: {task}")
+        _log(f"{name}: {task}")
         found[task] = evaluate_benchmark(answers, task, questions[BENCHMARKS[task].source], config.limit)
         _report_truncated_prompts(task, found[task], wrapped.max_length)
     return found, source
@@ -87,12 +87,12 @@ def _report_truncated_prompts(task: str, found: list[dict[str, Any]], window: in
     few = sum(item["shots"] < BENCHMARKS[task].shots for item in found)
     cut = sum(not item["whole"] for item in found)
     if few:
-        _say(
+        _log(
             f"{task}: to fit into {window} tokens, {few:,} of {len(found):,} prompts got fewer examples, and {cut:,} "
             "of them also lost their beginning"
         )
     elif cut:
-        _say(f"{task}: to fit into {window} tokens, {cut:,} of {len(found):,} prompts lost their beginning")
+        _log(f"{task}: to fit into {window} tokens, {cut:,} of {len(found):,} prompts lost their beginning")
 
 
 def _chance(name: str, questions: dict[str, Questions], limit: int | None) -> float:

@@ -18,7 +18,7 @@ from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.commands.eval.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
 from kvshift_lab.commands.eval.text_scores import Model, pieces, prepare, with_interval
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.core.seeds import seed_for
 from kvshift_lab.core.statistics import mean_of
 from kvshift_lab.data.token_stream import token_stream
@@ -26,7 +26,7 @@ from kvshift_lab.runs.loading import load_model
 from kvshift_lab.runs.progress import with_progress
 from kvshift_lab.variants.continuing import continue_rows
 
-_say = partial(say, command="eval")
+_log = partial(log, command="eval")
 
 _PROMPTS = 100  # the default for config.limit
 _LENGTHS = (1, 2, 3, 4)  # n of rep-n and of distinct-n
@@ -130,7 +130,7 @@ def _decodings(config: EvalConfig) -> dict[str, dict[str, Any]]:
 
 
 def _continue(model: Model, prompts: list[list[int]], config: EvalConfig, cache: AnswerCache) -> dict[str, Texts]:
-    loaded, tokenizer, source = load_model(model.folder, dtype=config.dtype, device=config.device, say=_say)
+    loaded, tokenizer, source = load_model(model.folder, dtype=config.dtype, device=config.device, log=_log)
     ends = loaded.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
     stop = {} if ends == [None] else {"eos_token_id": ends, "pad_token_id": ends[0]}

@@ -73,7 +73,7 @@ class CachedModel:
         cache: AnswerCache | None = None,
         *,
         source: str = "",
-        say: Callable[[str], object] = quiet,
+        log: Callable[[str], object] = quiet,
     ) -> None:
         """Wrap `model` without running it.
 
@@ -81,9 +81,9 @@ class CachedModel:
             model: A model of lm-eval.
             cache: Answers from before, to which new ones are added. None: keep the answers in memory only.
             source: Identifies the model, so that its answers are not mixed up with those of another model.
-            say: Called with the number of answers every few seconds.
+            log: Called with the number of answers every few seconds.
         """
-        self.model, self._source, self._say = model, source, say
+        self.model, self._source, self._log = model, source, log
         self._cache = AnswerCache() if cache is None else cache
         self._counter: ProgressReporter | None = None
 
@@ -108,7 +108,7 @@ class CachedModel:
         keys = [self._key(kind, request.args) for request in requests]
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._cache}
         if missing:
-            self._counter = ProgressReporter(kind, len(missing), "answers", say=self._say)
+            self._counter = ProgressReporter(kind, len(missing), "answers", log=self._log)
             self.model.set_cache_hook(self)
             try:
                 given = getattr(self.model, kind)(list(missing.values()), disable_tqdm=True)

@@ -15,7 +15,7 @@ from kvshift_lab.analysis.tables import as_text
 from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.commands.eval.scoring import BLOCK_BYTES, BlockSums, score, sequences, windows
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.core.statistics import Estimate, mean_of
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.packing import encoder
@@ -25,7 +25,7 @@ from kvshift_lab.runs.loading import check_tokenizer, load_config, load_tokenize
 from kvshift_lab.runs.model_files import locate
 from kvshift_lab.runs.progress import ProgressReporter
 
-_say = partial(say, command="eval")
+_log = partial(log, command="eval")
 
 _LONGEST_WINDOW = 2048  # limit of the default: the logits of longer windows take gigabytes
 
@@ -63,7 +63,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     results = []
     for number, model in enumerate(models):
         label = model.name if len(models) == 1 else f"{model.name} ({number + 1} of {len(models)})"
-        results.append(_score(model, config, length, stride, ProgressReporter(label, text["bytes"], "bytes", say=_say)))
+        results.append(_score(model, config, length, stride, ProgressReporter(label, text["bytes"], "bytes", log=_log)))
     together = max(result.blocks_per_column for result in results)
     for result in results:
         while result.blocks_per_column < together:
@@ -85,7 +85,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
 
 def prepare(name: str, config: EvalConfig) -> Model:
     """Locate a model and load its tokenizer and config, but not its weights."""
-    folder, tokenizer_folder = locate(name, _say)
+    folder, tokenizer_folder = locate(name, _log)
     tokenizer = load_tokenizer(tokenizer_folder)
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise LabError(

@@ -32,13 +32,13 @@ from kvshift_lab.commands.export.programs import require_packages
 from kvshift_lab.commands.retrofit.command import encode_prompts
 from kvshift_lab.core.atomic import new_folder, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, check_tokenizer, load_tokenizer, load_weights
 from kvshift_lab.runs.model_files import locate
 from kvshift_lab.training.callbacks import coefficients
 from kvshift_lab.training.head_scores import RepeatConfig, measure_heads, sequences_for
 
-_say = partial(say, command="explore")
+_log = partial(log, command="explore")
 
 MOST_TOKENS = 128
 """Maximum number of tokens that the page computes: every head of every layer has T x T probabilities."""
@@ -69,13 +69,13 @@ def explore(config: ExploreConfig) -> None:
     if config.models:
         _make(config)
     if config.open:
-        serve_page(config.out, config.port, _say)
+        serve_page(config.out, config.port, _log)
 
 
 def _make(config: ExploreConfig) -> None:
     require_packages("onnx")
     logging.disable_progress_bar()
-    places = [locate(name, _say) for name in config.models]
+    places = [locate(name, _log) for name in config.models]
     tokenizers = [load_tokenizer(place) for _, place in places]
     texts = [tokenizer_json(tokenizer, name) for tokenizer, name in zip(tokenizers, config.models, strict=True)]
     if any(text != texts[0] for text in texts):
@@ -84,7 +84,7 @@ def _make(config: ExploreConfig) -> None:
     if config.explain:
         _require_explained(models)
     _require_memory(models)
-    runtime = runtime_folder(_say)
+    runtime = runtime_folder(_log)
     with new_folder(config.out) as part:
         described = []
         for number, (name, model) in enumerate(zip(config.models, models, strict=True)):
@@ -101,7 +101,7 @@ def _make(config: ExploreConfig) -> None:
             shutil.copytree(page, part, dirs_exist_ok=True)
             shutil.copy(style, part)
     size = sum(path.stat().st_size for path in config.out.rglob("*") if path.is_file())
-    _say(f"{config.out} holds the page, {size / 1e6:.1f} MB; `kvshift explore --out {config.out} --open` shows it")
+    _log(f"{config.out} holds the page, {size / 1e6:.1f} MB; `kvshift explore --out {config.out} --open` shows it")
 
 
 def _load(name: str, folder: str, tokenizer: Any) -> Any:
@@ -136,7 +136,7 @@ def _require_memory(models: list[Any]) -> None:
     if sum(sizes) < _LARGE:
         return
     here, free = _COPIES * max(sizes), psutil.virtual_memory().available
-    _say(
+    _log(
         f"the weights take {sum(sizes) / 1e9:.1f} GB in float32; writing the page needs about {here / 1e9:.1f} GB more "
         f"({free / 1e9:.1f} GB are free), and showing it about {3 * sum(sizes) / 1e9:.1f} GB in the browser"
     )
@@ -157,7 +157,7 @@ def _write_program(name: str, model: Any, tokenizer: Any, path: Path) -> None:
     except MODEL_FILE_ERRORS as error:
         raise RunFailedError(f"model: the program of {name} cannot be written: {error}") from error
     largest = check_explorer_program(explorer, path, [ids[:MOST_TOKENS] for ids in prompts])
-    _say(f"on {len(prompts)} prompts, logits and attention of the exported {name} differ by at most {largest:.1e}")
+    _log(f"on {len(prompts)} prompts, logits and attention of the exported {name} differ by at most {largest:.1e}")
 
 
 def _describe(name: str, model: Any, tokenizer: Any) -> dict[str, Any]:

@@ -41,10 +41,10 @@ def page_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:
         raise LabError(f"port: {port} cannot be used: {error.strerror}") from error
 
 
-def serve_page(folder: Path, port: int, say: Callable[[str], Any]) -> None:
+def serve_page(folder: Path, port: int, log: Callable[[str], Any]) -> None:
     """Serve the folder until Ctrl-C, and open a browser if there is one."""
     with page_server(folder, port) as server:
         address = f"http://127.0.0.1:{server.server_port}/"
-        say(f"serving {folder} at {address}; Ctrl-C to stop")
+        log(f"serving {folder} at {address}; Ctrl-C to stop")
         webbrowser.open(address)
         server.serve_forever()

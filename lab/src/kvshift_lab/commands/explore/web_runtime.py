@@ -32,7 +32,7 @@ FILES = {
 _SECONDS = 60  # timeout of a network operation
 
 
-def runtime_folder(say: Callable[[str], Any], url: str = URL) -> Path:
+def runtime_folder(log: Callable[[str], Any], url: str = URL) -> Path:
     """Return the folder that contains `FILES`, after downloading them if they are not in the cache.
 
     Raises:
@@ -43,7 +43,7 @@ def runtime_folder(say: Callable[[str], Any], url: str = URL) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             if not all((folder / name).is_file() for name in FILES):
-                say(f"downloading onnxruntime-web {VERSION} from {url}, once, into {folder}")
+                log(f"downloading onnxruntime-web {VERSION} from {url}, once, into {folder}")
                 _download(url, folder)
     except (OSError, tarfile.TarError, EOFError, zlib.error) as error:  # urllib's are OSErrors
         raise LabError(

@@ -16,10 +16,10 @@ from kvshift_lab.commands.export.remote_code import check_folder, compute, requi
 from kvshift_lab.commands.retrofit.command import encode_prompts, require_finite
 from kvshift_lab.core.atomic import new_folder
 from kvshift_lab.core.errors import RunFailedError, require_new
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved
 
-_say = partial(say, command="export")
+_log = partial(log, command="export")
 
 
 def export(options: ExportOptions) -> None:
@@ -40,7 +40,7 @@ def export(options: ExportOptions) -> None:
     elif not options.remote_code:
         require_packages(options.format)
     logging.disable_progress_bar()
-    model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
+    model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", log=_log)
     prompts = [ids[0] for ids in encode_prompts(tokenizer, options.model).values()]
     require_known(model)
     if options.format == "mlx":
@@ -56,8 +56,8 @@ def export(options: ExportOptions) -> None:
             what = "model" if options.remote_code or options.format == "mlx" else "programs"
             raise RunFailedError(f"the {what} cannot be written to {options.out.parent}: {error}") from error
         same = _compared(part, prompts, expected, options)
-    _say(f"{options.out} holds a {type(model).__name__} {holds}")
-    _say(f"on {len(prompts)} prompts, {same}")
+    _log(f"{options.out} holds a {type(model).__name__} {holds}")
+    _log(f"on {len(prompts)} prompts, {same}")
 
 
 def _write(model: Any, part: Path, options: ExportOptions) -> str:

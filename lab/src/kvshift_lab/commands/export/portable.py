@@ -25,6 +25,7 @@ from kvshift.ops.torch_ops import shift_traceable, state_after
 
 REPLACED = {
     "CoefficientCache": "kvshift.ops.decode",
+    "refuse_sharded_sequence": "kvshift.layers.sequence_sharding",
     "shift_norm_rope": "kvshift.ops.attention_inputs",
     "shift_and_cache": "kvshift.models.decoder",
     "prepare_next_token": "kvshift.models.next_token",
@@ -42,6 +43,10 @@ DROPPED = {
     "ShiftState": ("zeros", "split", "stack"),
 }
 """Members to leave out, by class: models do not call them, or compute the same result without them."""
+
+
+def refuse_sharded_sequence() -> None:
+    """Do nothing: this file does not detect parallelism that divides sequences."""
 
 
 shared_plans = nullcontext  # every layer makes its own plan

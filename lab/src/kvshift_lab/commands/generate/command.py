@@ -17,14 +17,14 @@ from transformers.utils import logging
 from kvshift_lab.commands.generate.options import GenerateConfig
 from kvshift_lab.commands.generate.prompts import Prompt, open_output, read_prompts
 from kvshift_lab.core.errors import LabError, require_unicode
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import digest
 from kvshift_lab.core.seeds import seed_for
 from kvshift_lab.runs.loading import load_model
 from kvshift_lab.variants.continuing import continue_rows
 from kvshift_lab.variants.uncached import decodes_with_cache
 
-_say = partial(say, command="generate")
+_log = partial(log, command="generate")
 
 _NEW_TOKENS = 128  # default of max_new_tokens
 _MOST_CANDIDATES = 2**24  # limit of torch.multinomial
@@ -54,7 +54,7 @@ def generate(config: GenerateConfig) -> None:
     given = [_read_prompt(config)] if config.prompts is None else read_prompts(config.prompts)
     prompts = [prompt.text for prompt in given]
     logging.disable_progress_bar()
-    model, tokenizer, source = load_model(config.model, dtype=config.dtype, device=config.device, say=_say)
+    model, tokenizer, source = load_model(config.model, dtype=config.dtype, device=config.device, log=_log)
     if config.prompt_lookup and not decodes_with_cache(model):
         raise LabError(f"prompt_lookup must be 0: {model.config.model_type} does not decode with a cache")
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -77,7 +77,7 @@ def generate(config: GenerateConfig) -> None:
         return
     with open_output(config.output, prompts, config.samples, settings) as answers:
         if answers.count:
-            _say(f"{config.output} has {answers.count} of {len(prompts) * config.samples} lines already")
+            _log(f"{config.output} has {answers.count} of {len(prompts) * config.samples} lines already")
         for records in _records(model, tokenizer, prompts, encoded, config, settings, done=answers.count):
             answers.append(records)
 
@@ -251,14 +251,14 @@ def _fit_to_context(
         if longest < 1:
             raise LabError(f"max_new_tokens must be less than the model's maximum length, {context}, got {new}")
         if cropped := sum(len(ids) > longest for ids in prompts):
-            _say(f"{cropped} prompt(s) are cropped to their last {longest} tokens, so that the new tokens fit")
+            _log(f"{cropped} prompt(s) are cropped to their last {longest} tokens, so that the new tokens fit")
         prompts = [_crop(ids, longest, tokenizer.bos_token_id) for ids in prompts]
     for ids, name in zip(prompts, names, strict=True):
         _check_length(len(ids), new or 1, context, name)
     if new is None:
         new = min(_NEW_TOKENS, context - max(map(len, prompts)))
         if new < _NEW_TOKENS:
-            _say(f"max_new_tokens is {new}: the model's maximum length is {context} tokens, including the prompt")
+            _log(f"max_new_tokens is {new}: the model's maximum length is {context} tokens, including the prompt")
     return dataclasses.replace(config, max_new_tokens=new), prompts
 
 

@@ -15,10 +15,10 @@ from kvshift.models.retrofit import add_kv_shift
 from kvshift_lab.commands.retrofit.options import RetrofitOptions
 from kvshift_lab.core.atomic import new_folder
 from kvshift_lab.core.errors import LabError, RunFailedError, require_new
-from kvshift_lab.core.messages import say
+from kvshift_lab.core.messages import log
 from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved, load_weights
 
-_say = partial(say, command="retrofit")
+_log = partial(log, command="retrofit")
 
 # Prompts of different lengths; their content does not matter.
 PROMPTS = (
@@ -47,7 +47,7 @@ def retrofit(options: RetrofitOptions) -> None:
     out = options.out
     require_new(out)
     logging.disable_progress_bar()
-    model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
+    model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", log=_log)
     prompts = encode_prompts(tokenizer, options.model)
     before = _outputs(model, prompts)
     require_finite({prompt: logits for prompt, (logits, _) in before.items()}, options.model)
@@ -68,9 +68,9 @@ def retrofit(options: RetrofitOptions) -> None:
         _write(model, tokenizer, part)
         del model  # frees memory for loading the new model
         _compare(before, _outputs(load_weights(part, device="cpu"), prompts), options.model)
-    _say(f"{out} contains a {name} with {added:,} coefficients, initialised to the identity")
+    _log(f"{out} contains a {name} with {added:,} coefficients, initialised to the identity")
     tokens = sum(ids.shape[1] for ids in prompts.values())
-    _say(
+    _log(
         f"on {len(prompts)} prompts with {tokens} tokens in total, its outputs are bitwise equal to those of "
         f"{options.model}: the logits, and {_NEW_TOKENS} tokens generated after each prompt"
     )

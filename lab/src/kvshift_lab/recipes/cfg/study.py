@@ -22,7 +22,7 @@ from kvshift_lab.study.recipe import Recipe, Record, by_arm, curves_by_label
 from kvshift_lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift_lab.training.task_training import TaskTrainConfig, evaluation_of, task_of
 from kvshift_lab.training.train_config import OptimizerConfig
-from kvshift_lab.variants.by_name import PAIR
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 MEASURES = {"from_start": "from nothing", "from_prefix": "from the beginning of a sentence"}
 SHARE_MARGIN = 0.05
@@ -87,7 +87,7 @@ def arms(preset: str) -> list[TrainingJob]:
             arm=Arm(variant=variant),
             config=replace(config, model=paper_proportions(width, layers, variant, heads=heads)),
         )
-        for variant in PAIR
+        for variant in SHIFTED_AND_VANILLA
     ]
 
 

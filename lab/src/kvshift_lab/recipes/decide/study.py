@@ -12,8 +12,14 @@ from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.core.statistics import difference_interval
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.recipes.decide import ENTRY
-from kvshift_lab.recipes.phase.changes import KIND_NAMES, PhaseChanges, draw_changes, draw_copying_level, mean_text
-from kvshift_lab.recipes.phase.phase_search import BASE
+from kvshift_lab.recipes.decide.onset import (
+    BASE,
+    KIND_NAMES,
+    InductionOnset,
+    draw_copying_level,
+    draw_onset,
+    mean_text,
+)
 from kvshift_lab.study.arm import layers_text, pair
 from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss, question
 from kvshift_lab.study.jobs import TextJob, pairs_of_depths
@@ -89,18 +95,18 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     """
     if all(record.seed >= ENTRY.presets["pilot"].first_seed for record in records):
         return []
-    changes = PhaseChanges(records)
-    at_end = {layers: changes.gains(layers, "loss", changes.last_steps(layers)) for layers in changes.depths}
+    onset = InductionOnset(records)
+    at_end = {layers: onset.gains(layers, "loss", onset.last_steps(layers)) for layers in onset.depths}
     mean = [statistics.fmean(of_seed) for of_seed in zip(*at_end.values(), strict=True)]
-    depths = ", ".join(map(str, changes.depths))
+    depths = ", ".join(map(str, onset.depths))
     found = _lower(f"Mean over {depths} layers", mean, "the claim that decides; a mean over depths for each seed")
     for layers, gains in at_end.items():
-        losses = [statistics.fmean(map(last_loss, changes.models[arm].values())) for arm in pair(layers=layers)]
+        losses = [statistics.fmean(map(last_loss, onset.models[arm].values())) for arm in pair(layers=layers)]
         found += _lower(layers_text(layers), gains, f"nats per token: {losses[0]:.4f} against {losses[1]:.4f}")
-    found += [changes.sooner_claim(*pair(layers=layers)) for layers in changes.depths]
-    for layers in changes.depths:
-        found += changes.gain_location_claims(layers)
-        found += [_kind(changes, layers, kind) for kind in KINDS]
+    found += [onset.sooner_claim(*pair(layers=layers)) for layers in onset.depths]
+    for layers in onset.depths:
+        found += onset.gain_location_claims(layers)
+        found += [_kind(onset, layers, kind) for kind in KINDS]
     return found
 
 
@@ -122,8 +128,8 @@ def _lower(where: str, gains: Sequence[float], note: str) -> list[Claim]:
     return [lower, enough]
 
 
-def _kind(changes: PhaseChanges, layers: int, kind: str) -> Claim:
-    gains = changes.gains(layers, f"loss_{kind}", changes.last_steps(layers))
+def _kind(onset: InductionOnset, layers: int, kind: str) -> Claim:
+    gains = onset.gains(layers, f"loss_{kind}", onset.last_steps(layers))
     return question(
         statement=f"{layers_text(layers)}, at the end, {KIND_NAMES[kind]}: KV shift has a lower loss",
         ours=f"gain {mean_text(gains)}",
@@ -134,23 +140,23 @@ def _kind(changes: PhaseChanges, layers: int, kind: str) -> Claim:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Plot prefix matching and the losses by kind of target over tokens, in a row for each depth."""
-    changes = PhaseChanges(records)
+    onset = InductionOnset(records)
     names = {
         "prefix_matching": "prefix matching",
         "loss_pair_seen": "loss, pair seen before",
         "loss_token_seen": "loss, first token seen",
         "loss_neither": "loss, first token new",
     }
-    titles = [f"{layers_text(layers)}: {text}" for layers in changes.depths for text in names.values()]
-    labels = ["attention", *["nats per token"] * 3] * len(changes.depths)
+    titles = [f"{layers_text(layers)}: {text}" for layers in onset.depths for text in names.values()]
+    labels = ["attention", *["nats per token"] * 3] * len(onset.depths)
     figure, panels = new_figure(titles, ylabels=labels, columns=len(names), height=2.2)
-    for row, layers in enumerate(changes.depths):
+    for row, layers in enumerate(onset.depths):
         ours, theirs = pair(layers=layers)
         for column, name in enumerate(names):
             axes = panels[row * len(names) + column]
             if row > 0:
                 axes.sharey(panels[column])
-            draw_changes(axes, changes, {ours: "KV-shift", theirs: "vanilla"}, name)
+            draw_onset(axes, onset, {ours: "KV-shift", theirs: "vanilla"}, name)
     for axes in panels[:: len(names)]:
         draw_copying_level(axes)
     legend_below(figure, f"{INTERVALS}; losses of positions from 64 on")
@@ -163,5 +169,5 @@ RECIPE = Recipe(
     arms=arms,
     plot=plot,
     claims=claims,
-    tables=lambda records: PhaseChanges(without_tuning_runs(records)).table(),
+    tables=lambda records: InductionOnset(without_tuning_runs(records)).table(),
 )

@@ -20,7 +20,7 @@ from kvshift_lab.study.cost import count_parameters, training_flops, training_me
 from kvshift_lab.study.jobs import Computation, StudyJob
 from kvshift_lab.study.recipe import Recipe, Record, by_arm, curves_by_label, paired_losses
 from kvshift_lab.variants.building import llama_config
-from kvshift_lab.variants.by_name import PAIR, VARIANTS, with_variant
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS, with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 
 GIB = 2**30
@@ -80,7 +80,7 @@ def try_step(config: Sharded) -> dict[str, Any]:
 def arms(preset: str) -> list[Computation | StudyJob]:
     """Return the dry runs; for the preset paper, the training runs themselves."""
     if preset == "paper":
-        return [arm for size in ("19B", "2.9B") for arm in arms_of(LARGE[size], PAIR)]
+        return [arm for size in ("19B", "2.9B") for arm in arms_of(LARGE[size], SHIFTED_AND_VANILLA)]
     return [
         Computation(
             arm=Arm(variant=variant, case=size),
@@ -88,7 +88,7 @@ def arms(preset: str) -> list[Computation | StudyJob]:
             function=try_step,
         )
         for size, devices, length, layers in SHARDED[preset]
-        for variant in PAIR
+        for variant in SHIFTED_AND_VANILLA
     ]
 
 
@@ -146,7 +146,7 @@ def _benchmarks(size: str) -> Claim:
 
 def _trained(records: Sequence[Record]) -> list[Claim]:
     models, found = by_arm(records), []
-    ours, theirs = (VARIANTS[variant].label for variant in PAIR)
+    ours, theirs = (VARIANTS[variant].label for variant in SHIFTED_AND_VANILLA)
     for arm in models:
         if arm.variant == "vanilla":
             continue

@@ -24,7 +24,7 @@ from kvshift_lab.study.recipe import (
     paired_losses,
 )
 from kvshift_lab.training.train_config import OptimizerConfig
-from kvshift_lab.variants.by_name import PAIR, VARIANTS
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS
 
 PAPER_RATES = (1e-4, 2e-4, 1e-3, 1e-2)
 """Learning rates of the paper; smaller models train at these times `Setting.scale` (4 in laptop, 16 in smoke)."""
@@ -50,7 +50,7 @@ def arms(preset: str) -> list[StudyJob]:
     return [
         replace(arm_job(setting, point, variant).at_rate(rate * setting.scale), arm=Arm(variant=variant, rate=rate))
         for rate in PAPER_RATES
-        for variant in PAIR
+        for variant in SHIFTED_AND_VANILLA
     ]
 
 
@@ -65,10 +65,14 @@ def has_diverged_or_risen(record: Record) -> bool:
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claims about the lower loss at each rate, and about divergence at the highest rate."""
     models = by_arm(records)
-    runs = {(variant, rate): models[Arm(variant=variant, rate=rate)] for variant in PAIR for rate in PAPER_RATES}
+    runs = {
+        (variant, rate): models[Arm(variant=variant, rate=rate)]
+        for variant in SHIFTED_AND_VANILLA
+        for rate in PAPER_RATES
+    }
     found = []
     for rate in PAPER_RATES:
-        ours, theirs = (runs[variant, rate] for variant in PAIR)
+        ours, theirs = (runs[variant, rate] for variant in SHIFTED_AND_VANILLA)
         found.append(
             loss_claim(
                 paired_losses(ours, theirs),
@@ -78,7 +82,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 note=f"at {_rate_of(ours):g} here",
             )
         )
-    ours, theirs = (runs[variant, PAPER_RATES[-1]] for variant in PAIR)
+    ours, theirs = (runs[variant, PAPER_RATES[-1]] for variant in SHIFTED_AND_VANILLA)
     both = [has_diverged_or_risen(theirs[seed]) and not has_diverged_or_risen(ours[seed]) for seed in ours]
     diverges = Claim(
         statement=f"At the paper's rate {PAPER_RATES[-1]:g}, vanilla diverges and KV-shift does not",
@@ -99,7 +103,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 def _at_low_rates(runs: Mapping[tuple[str, float], Mapping[int, Record]]) -> Claim:
     """Return the claim, raised by a reviewer, that the gain is larger at the second highest rate than at the lowest."""
     high, low = PAPER_RATES[-2], PAPER_RATES[0]
-    pairs = [paired_losses(*(runs[variant, rate] for variant in PAIR)) for rate in (high, low)]
+    pairs = [paired_losses(*(runs[variant, rate] for variant in SHIFTED_AND_VANILLA)) for rate in (high, low)]
     gains = [[theirs - ours for ours, theirs in known] for known in pairs if known]
     return loss_claim(
         [*zip(*gains, strict=True)] if len(gains) == 2 else None,
@@ -118,7 +122,9 @@ def _rate_of(seeds: Mapping[int, Record]) -> float:
 def plot(records: Sequence[Record]) -> Figure:
     """Plot the loss over steps, one panel for each rate."""
     models = by_arm(records)
-    runs = [{variant: models[Arm(variant=variant, rate=rate)] for variant in PAIR} for rate in PAPER_RATES]
+    runs = [
+        {variant: models[Arm(variant=variant, rate=rate)] for variant in SHIFTED_AND_VANILLA} for rate in PAPER_RATES
+    ]
     titles = [
         f"learning rate {_rate_of(found['vanilla']):g} (in the paper {rate:g})"
         for found, rate in zip(runs, PAPER_RATES, strict=True)

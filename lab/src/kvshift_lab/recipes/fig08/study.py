@@ -25,7 +25,7 @@ from kvshift_lab.tasks import HopConfig, HopTask, evaluation_batches
 from kvshift_lab.training.task_trainer import score
 from kvshift_lab.training.task_training import TaskTrainConfig
 from kvshift_lab.training.train_config import OptimizerConfig
-from kvshift_lab.variants.by_name import PAIR, with_variant
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, with_variant
 from kvshift_lab.variants.small_gpt2 import GPT2Options
 
 HOPS = (1, 2, 4, 8, 10, 12, 16)
@@ -164,7 +164,7 @@ def arms(preset: str) -> list[HopJob]:
             rows=rows,
         )
         for layers, config in configs.items()
-        for variant in PAIR
+        for variant in SHIFTED_AND_VANILLA
     ]
 
 
@@ -200,7 +200,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             direction=higher(theirs, ours),
             note="as in the paper" if (layers, largest) == (5, 16) else "another size than in the paper",
         ),
-        *(_deeper(models, depths, variant) for variant in PAIR if len(depths) > 1),
+        *(_deeper(models, depths, variant) for variant in SHIFTED_AND_VANILLA if len(depths) > 1),
         *(_worth_a_layer(models, *pair) for pair in pairwise(depths)),
     ]
     if _published(records[0]):

@@ -22,7 +22,7 @@ from kvshift_lab.study.tuning import reached_soonest
 from kvshift_lab.tasks import NGramConfig
 from kvshift_lab.training.task_training import TaskTrainConfig, task_of
 from kvshift_lab.training.train_config import OptimizerConfig
-from kvshift_lab.variants.by_name import PAIR
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 SCORED = "new"
 """Name of the accuracy at the third token of each pair of the table, tested once per pair."""
@@ -80,7 +80,7 @@ def arms(preset: str) -> list[TrainingJob]:
             ),
         )
         for size, (layers, width, heads, rate) in sizes.items()
-        for variant in PAIR
+        for variant in SHIFTED_AND_VANILLA
     ]
 
 

@@ -1,1 +1,1 @@
-"""The runs on induction that `fig01a` and `alternatives` share."""
+"""The runs on induction of `fig01a`."""

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.recipes.decide import study as decide
+from kvshift_lab.recipes.decide.onset import InductionOnset, draw_copying_level, draw_onset
 from kvshift_lab.recipes.keys_values import ENTRY
-from kvshift_lab.recipes.phase.changes import PhaseChanges, draw_changes, draw_copying_level
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim
 from kvshift_lab.study.jobs import TextJob
@@ -48,17 +48,17 @@ def arms(preset: str) -> list[TextJob]:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return which of two arms begins to copy sooner, and which has the lower loss at the end, for each two arms."""
-    changes = PhaseChanges(records)
+    onset = InductionOnset(records)
     pairs = ((KEYS, VALUES), (BOTH, KEYS), (BOTH, VALUES))
     return [
-        *(changes.sooner_claim(ours, theirs) for ours, theirs in pairs),
-        *(changes.lower_at_end_claim(ours, theirs) for ours, theirs in pairs),
+        *(onset.sooner_claim(ours, theirs) for ours, theirs in pairs),
+        *(onset.lower_at_end_claim(ours, theirs) for ours, theirs in pairs),
     ]
 
 
 def plot(records: Sequence[Record]) -> Figure:
     """Plot prefix matching, and the loss on pairs of tokens seen before and on all targets, over tokens."""
-    changes = PhaseChanges(records)
+    onset = InductionOnset(records)
     titles = {
         "prefix_matching": "Prefix matching of the best head",
         "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
@@ -66,7 +66,7 @@ def plot(records: Sequence[Record]) -> Figure:
     }
     figure, panels = new_figure([*titles.values()], ylabels=["attention", *["nats per token"] * 2])
     for axes, name in zip(panels, titles, strict=True):
-        draw_changes(axes, changes, {arm: arm.label for arm in ARMS}, name)
+        draw_onset(axes, onset, {arm: arm.label for arm in ARMS}, name)
     draw_copying_level(panels[0])
     legend_below(figure, INTERVALS)
     return figure

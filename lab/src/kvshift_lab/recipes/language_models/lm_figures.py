@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from kvshift_lab.analysis.accuracy import curve_difference, draw_means
 from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.core.statistics import difference_interval
-from kvshift_lab.recipes.language_models.lm_tables import NOTES
 from kvshift_lab.recipes.language_models.settings import (
     LARGE,
+    NOTES,
     TABLES,
     arm_at,
     arms_of,

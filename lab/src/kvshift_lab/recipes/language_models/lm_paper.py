@@ -1,4 +1,4 @@
-"""The paper's validation losses of Tables 6 to 13 and 15 as printed, read from `paper.csv` in each table's folder."""
+"""The paper's validation losses of Tables 6 to 13 and 15 as printed, read from the files in `recipes/tables/`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 def _read_losses() -> dict[str, dict[tuple[float, int], float]]:
     """Read all files. A row is a variant at a learning rate, a column a context length; empty means out of memory."""
     found: dict[str, dict[tuple[float, int], float]] = {}
-    for path in sorted(Path(__file__).parents[1].glob("tab*/paper.csv")):
+    for path in sorted(Path(__file__).parents[1].glob("tables/tab*.csv")):
         with path.open(encoding="utf-8") as file:
             for line in csv.DictReader(file):
                 variant, rate = line.pop("variant"), float(line.pop("learning rate"))

@@ -18,10 +18,14 @@ from kvshift_lab.study.claims import Claim, Direction, lower
 from kvshift_lab.study.cost import training_flops
 from kvshift_lab.study.jobs import StudyJob
 from kvshift_lab.study.models import llama_config_from_record
+from kvshift_lab.study.notes import read_notes
 from kvshift_lab.study.recipe import Record, by_arm, has_diverged, last_loss, paired_losses
 from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.variants.by_name import with_variant
 from kvshift_lab.variants.model_config import ModelConfig
+
+NOTES = read_notes(Path(__file__).with_name("notes.md"))
+"""Notes on all recipes of the study."""
 
 
 @dataclass(frozen=True, order=True)

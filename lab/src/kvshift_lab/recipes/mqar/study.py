@@ -20,7 +20,7 @@ from kvshift_lab.study.tuning import reached_soonest
 from kvshift_lab.tasks import MQARConfig
 from kvshift_lab.training.task_training import TaskTrainConfig
 from kvshift_lab.training.train_config import OptimizerConfig
-from kvshift_lab.variants.by_name import PAIR, with_variant
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, with_variant
 from kvshift_lab.variants.small_gpt2 import GPT2Options
 
 SCORED = "queries"
@@ -114,7 +114,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         names = [arm.label for arm in pair(layers=2)]
         reach = [
             steps_to_level(accuracy_curves(models[replace(where, variant=variant, layers=2)], SCORED), LEVEL)
-            for variant in PAIR
+            for variant in SHIFTED_AND_VANILLA
         ]
         compared = compare_steps(*reach, names=(names[0], names[1]))
         found.append(

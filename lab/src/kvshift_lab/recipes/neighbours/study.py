@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from kvshift_lab.recipes.language_models.lm_figures import plot_differences
-from kvshift_lab.recipes.language_models.lm_tables import NOTES
-from kvshift_lab.recipes.language_models.settings import TABLES, Setting, arms_of, lower_loss_claims
+from kvshift_lab.recipes.language_models.settings import NOTES, TABLES, Setting, arms_of, lower_loss_claims
 from kvshift_lab.recipes.neighbours import ENTRY
 from kvshift_lab.study.claims import Claim
 from kvshift_lab.study.jobs import StudyJob

@@ -16,8 +16,8 @@ from kvshift_lab.analysis.colors import colors_of, marker_of
 from kvshift_lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift_lab.analysis.scaling import Interval, PowerLaw, fit_power_law
 from kvshift_lab.core.statistics import difference_interval, verdict
-from kvshift_lab.recipes.depth import study as depth
-from kvshift_lab.recipes.language_models.settings import LARGE
+from kvshift_lab.data.config import DataConfig
+from kvshift_lab.recipes.language_models.settings import LARGE, WIKI
 from kvshift_lab.study.arm import Arm, layers_text
 from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss
 from kvshift_lab.study.cost import count_parameters
@@ -27,18 +27,33 @@ from kvshift_lab.study.models import llama_config_from_record
 from kvshift_lab.study.notes import read_notes
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
 from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift_lab.variants.by_name import PAIR, VARIANTS, with_variant
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS, with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 
-_LAPTOP = replace(
-    depth.LAPTOP,
-    model=ModelConfig(),
+_LAPTOP = TrainConfig(
+    out=Path(),
+    data=replace(WIKI, sequence_length=128),
     optimizer=OptimizerConfig(warmup_steps=40),
     steps=400,
+    batch_size=16,
     eval_every=100,
+    eval_rows=384,
     save_every=200,
+    log_every=50,
+    report_to=(),
+    progress=False,
 )
-_SMOKE = replace(depth.SMOKE, model=ModelConfig())
+_SMOKE = replace(
+    _LAPTOP,
+    data=DataConfig(vocab_size=257, sequence_length=16),
+    optimizer=OptimizerConfig(warmup_steps=1),
+    steps=4,
+    batch_size=2,
+    eval_every=2,
+    eval_rows=4,
+    save_every=4,
+    log_every=2,
+)
 
 
 def _config_of_width(config: TrainConfig, width: int, layers: int, head: int) -> tuple[str, TrainConfig]:
@@ -83,7 +98,7 @@ def _arms(preset: str, *, longer: bool) -> list[StudyJob]:
     return [
         StudyJob(arm=replace(arm, variant=variant), config=replace(config, model=with_variant(config.model, variant)))
         for arm, config in reversed(runs)
-        for variant in PAIR
+        for variant in SHIFTED_AND_VANILLA
     ]
 
 
@@ -121,7 +136,7 @@ def _by_size(records: Sequence[Record], *, longer: bool = False) -> list[_Runs]:
     sizes = dict.fromkeys(replace(arm, variant=None) for arm in models if (arm.steps is not None) == longer)
     found = []
     for size in sizes:
-        ours, theirs = ([*models[replace(size, variant=variant)].values()] for variant in PAIR)
+        ours, theirs = ([*models[replace(size, variant=variant)].values()] for variant in SHIFTED_AND_VANILLA)
         found.append(_Runs(size.label, ours, theirs))
     return sorted(found, key=lambda runs: runs.size)
 
@@ -254,10 +269,10 @@ def plot_scaling(records: Sequence[Record]) -> Figure:
     (longer,) = _by_size(records, longer=True)
     titles = ["Loss by size; dotted: the largest trained", longer.name]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS], height=3.6)
-    sizes, colors = _by_size(records), colors_of(VARIANTS[variant].label for variant in PAIR)
+    sizes, colors = _by_size(records), colors_of(VARIANTS[variant].label for variant in SHIFTED_AND_VANILLA)
     first, last = sizes[0].size, 10 * sizes[-1].size
     grid = [first * (last / first) ** (step / 40) for step in range(41)]
-    for number, (variant, fit) in enumerate(zip(PAIR, _fits(records), strict=True)):
+    for number, (variant, fit) in enumerate(zip(SHIFTED_AND_VANILLA, _fits(records), strict=True)):
         label = VARIANTS[variant].label
         at = [fit.at(size) for size in grid]
         marker = marker_of(label, colors)
@@ -279,7 +294,7 @@ def plot_scaling(records: Sequence[Record]) -> Figure:
 def _draw_runs(axes: Axes, runs: _Runs) -> None:
     curves = {
         VARIANTS[variant].label: {seed: accuracy_curve(record, "loss") for seed, record in enumerate(found)}
-        for variant, found in zip(PAIR, (runs.ours, runs.theirs), strict=True)
+        for variant, found in zip(SHIFTED_AND_VANILLA, (runs.ours, runs.theirs), strict=True)
     }
     draw_means(axes, curves)
 
@@ -299,5 +314,5 @@ def scaling_recipe(
         arms=partial(_arms, longer=longer),
         plot=plot,
         claims=claims,
-        notes=read_notes(Path(__file__).parent),
+        notes=read_notes(Path(__file__).with_name("notes.md")),
     )

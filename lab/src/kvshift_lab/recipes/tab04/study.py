@@ -23,7 +23,7 @@ from kvshift_lab.tasks.igsm import IGSMTask
 from kvshift_lab.training.answers import answer_accuracy
 from kvshift_lab.training.task_training import TaskTrainConfig
 from kvshift_lab.training.train_config import OptimizerConfig
-from kvshift_lab.variants.by_name import PAIR
+from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 MODELS = {arm.label: arm for arm in pair()}
 PAPER_SHARES = {
@@ -120,7 +120,7 @@ def arms(preset: str) -> list[ProblemJob]:
             config=replace(config, model=paper_proportions(width, layers, variant, heads=heads)),
         )
         for config in settings[::-1]  # the longest first
-        for variant in PAIR
+        for variant in SHIFTED_AND_VANILLA
     ]
 
 

@@ -12,9 +12,9 @@ from kvshift_lab.analysis.accuracy import draw_chance, draw_curves
 from kvshift_lab.analysis.maps import coefficient_counts
 from kvshift_lab.analysis.panels import legend_below, new_figure
 from kvshift_lab.analysis.tables import as_markdown
-from kvshift_lab.recipes.language_models.lm_tables import NOTES
 from kvshift_lab.recipes.language_models.settings import (
     LARGE,
+    NOTES,
     TABLES,
     arm_at,
     arms_of,

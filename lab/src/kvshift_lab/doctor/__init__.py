@@ -1,1 +1,0 @@
-"""`kvshift doctor`: describes this installation and tests the operator."""
