@@ -182,9 +182,9 @@ def _append(
         return None
     at = keys.shape[2]
     q = call(q, k, v, tables, at)
-    k_room, v_room = call.buffers
-    layer.keys, layer.values = call.cached = k_room.narrow(2, 0, at + 1), v_room.narrow(2, 0, at + 1)
-    return q, layer.keys, layer.values
+    keys, values = (room.narrow(2, 0, at + 1) for room in call.buffers)
+    layer.keys, layer.values = call.cached = keys, values
+    return q, keys, values
 
 
 def _make_room(call: NextToken, keys: Tensor, values: Tensor) -> bool:

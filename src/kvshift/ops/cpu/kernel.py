@@ -224,9 +224,11 @@ class _Kernels:
                 function.argtypes, function.restype = (ctypes.POINTER(_Call),), None
         holding_the_lock = ctypes.PyDLL(str(path))  # of the interpreter: releasing it takes longer than a token
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            function = self.next_token[dtype] = holding_the_lock[f"kvshift_next_token_{_DTYPES[dtype]}"]
-            function.argtypes = (_POINTER, *[_POINTER] * 5, _INT, _POINTER, _INT)
-            function.restype = _INT
+            name = f"kvshift_next_token_{_DTYPES[dtype]}"
+            if hasattr(holding_the_lock, name):  # a binary from before an update of an editable installation has none
+                function = self.next_token[dtype] = holding_the_lock[name]
+                function.argtypes = (_POINTER, *[_POINTER] * 5, _INT, _POINTER, _INT)
+                function.restype = _INT
 
 
 @functools.cache

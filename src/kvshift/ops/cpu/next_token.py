@@ -237,5 +237,5 @@ def sums_like_torch(size: int) -> bool:
 
 
 def has_kernel() -> bool:
-    """Return True if the kernel was built and can be loaded."""
-    return _kernels().refusal is None
+    """Return True if the kernel of the next token was built and can be loaded."""
+    return bool(_kernels().next_token)
