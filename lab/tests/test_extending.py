@@ -16,6 +16,7 @@ from kvshift import KVShift, ShiftOptions
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift_lab import cli
 from kvshift_lab.core.errors import LabError
+from kvshift_lab.recipes import catalogue
 from kvshift_lab.recipes.catalogue import CATALOGUE
 from kvshift_lab.runs.run import read_run
 from kvshift_lab.study.arm import Arm
@@ -122,10 +123,12 @@ def task(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recipe(task: None, monkeypatch: pytest.MonkeyPatch) -> None:
     presets = {"smoke": Preset(seeds=1, cost="seconds")}
-    monkeypatch.setitem(CATALOGUE, "toy", Entry(name="toy", title="copying", presets=presets))
+    entry = Entry(name="toy", title="copying", presets=presets)
+    monkeypatch.setitem(CATALOGUE, "toy", entry)
+    monkeypatch.setitem(catalogue._FOLDERS, "toy", ("toy", entry))
     module = ModuleType("kvshift_lab.recipes.toy.study")
     module.__file__ = __file__  # a folder without notes
-    module.RECIPE = Recipe(entry=CATALOGUE["toy"], source="no figure", arms=arms, plot=plot, claims=claims)
+    module.RECIPE = Recipe(entry=entry, source="no figure", arms=arms, plot=plot, claims=claims)
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 

@@ -185,20 +185,20 @@ WITH_WINDOW = {
 }
 
 
-def fed(model, cache, calls: list[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Feed a number of tokens to each row in each call, padded on the right, check their logits; return the rows."""
+def feed(model, cache, calls: list[tuple[int, ...]], forward=None) -> None:
+    """Feed a number of tokens to each row in each call, padded on the right, and check their logits."""
     rows, mask = [torch.empty(0, dtype=torch.long) for _ in calls[0]], torch.empty(len(calls[0]), 0, dtype=torch.long)
     for call, lengths in enumerate(calls):
         pieces = [random_tokens(length, seed=10 * call + length) for length in lengths]
         ids, new = right_padded(pieces)
         before, mask = mask.sum(1), torch.cat([mask, new], dim=1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        run = forward if forward is not None and call > 1 else model
+        logits = logits_of(run, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
         rows = [torch.cat(both) for both in zip(rows, pieces, strict=True)]
         for i, row in enumerate(rows):
             expected = reference_of(model, row)[int(before[i]) :]
             torch.testing.assert_close(logits[i, new[i].bool()], expected, rtol=0, atol=ATOL)
-    return rows
 
 
 def test_there_are_models_with_windows():
@@ -212,20 +212,24 @@ def test_padding_after_tokens_in_a_static_cache_no_longer_than_the_window(name: 
     for length in (window - 1, window):
         cache = StaticCache(config=model.config, max_cache_len=length)
         calls = [(2, 1), (0, 1), *([(1, 1)] * (length - 3))]
-        fed(model, cache, calls)
+        feed(model, cache, calls)
         cache.reset()
-        fed(model, cache, [(1, 1)] * length)  # without padding
+        feed(model, cache, [(1, 1)] * length)  # without padding
 
 
-@pytest.mark.parametrize("name", WITH_WINDOW)
-def test_padding_after_tokens_in_a_longer_static_cache_is_refused(name: str):
+COMPILED = pytest.param("Mistral, retrofitted", True, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in WITH_WINDOW), COMPILED])
+def test_padding_after_tokens_in_a_longer_static_cache_is_refused(name: str, compiled: bool):
     """Before the window counts padding: at once or, if all layers have a window, when the tokens exceed it."""
     model = WITH_WINDOW[name](torch.float64)
-    window = model.config.sliding_window
+    calls = [(2, 1), (0, 1), *([(1, 1)] * model.config.sliding_window)]
+    forward = torch.compile(model, backend="eager") if compiled else None
     with pytest.raises(
         ValueError, match="attention_mask must be padded on the left with a static cache that is longer"
     ):
-        fed(model, StaticCache(config=model.config, max_cache_len=32), [(2, 1), (0, 1), *([(1, 1)] * window)])
+        feed(model, StaticCache(config=model.config, max_cache_len=32), calls, forward)
 
 
 def test_an_adopted_cache_is_left_alone():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, set_seed
+from transformers import DynamicCache, StaticCache, set_seed
 
 from kvshift.models.versions import CACHE
 
@@ -14,6 +14,7 @@ from .llama.checks import (
 )
 from .llama.reference import reference_greedy
 from .llama.tiny import left_padded, random_tokens, right_padded, tiny_model
+from .retrofit.tiny_families import shifted
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +98,33 @@ def test_generate_returns_a_cache_to_continue_from(model):
     result = model.generate(prompt, do_sample=False, max_new_tokens=4, return_dict_in_generate=True)
     row = result.sequences[:, :-1]  # the last token was not fed
     assert_next(model, row, result.past_key_values, result.sequences[:, -1:])
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 3,
+    "long_factor": [4.0, 3.0, 2.0],
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 16,
+}
+HOW = {
+    "greedy": {},
+    "drafts": {"prompt_lookup_num_tokens": 3},
+    "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_phi3_passes_the_length_at_which_it_drops_its_cache(how: dict):
+    """Its rotary frequencies change there, so that all keys are computed again, in an empty cache of the same kind."""
+    model = shifted("Phi-3", rope_parameters=LONG_ROPE, original_max_position_embeddings=16, sliding_window=None)
+    prompt = random_tokens(1, 12)
+    expected = new_tokens_of(model, prompt, max_new_tokens=14, use_cache=False, num_beams=how.get("num_beams", 1))
+    result = model.generate(
+        prompt, do_sample=False, max_new_tokens=14, min_new_tokens=14, return_dict_in_generate=True, **how
+    )
+    torch.testing.assert_close(result.sequences[:, 12:], expected, rtol=0, atol=0)
+    if "static" in str(how):
+        assert isinstance(result.past_key_values, StaticCache)

@@ -12,7 +12,6 @@ from kvshift_lab.core.options import (
     ADDED_LATER,
     MACHINE_SPECIFIC,
     NO_EFFECT_ON_RESULTS,
-    ONE_CALL_ONLY,
     differences,
     from_json,
     options_hash,
@@ -34,7 +33,6 @@ class Lute:
 
     case: Path = field(default=Path("attic"), metadata=MACHINE_SPECIFIC)
     polish: int = field(default=1, metadata=NO_EFFECT_ON_RESULTS)
-    again: bool = field(default=False, metadata=ONE_CALL_ONLY)
     courses: int = 7
     capo: int | None = field(default=None, metadata=ADDED_LATER)
     strings: Strings = field(default_factory=Strings)
@@ -44,7 +42,7 @@ LUTE = Lute()
 HASH = options_hash(Lute, to_json(LUTE))
 
 
-@pytest.mark.parametrize("changed", [{"case": Path("cellar")}, {"polish": 3}, {"again": True}])
+@pytest.mark.parametrize("changed", [{"case": Path("cellar")}, {"polish": 3}])
 def test_what_decides_nothing_enters_neither_hash_nor_comparison(changed: dict) -> None:
     values = to_json(replace(LUTE, **changed))
     assert options_hash(Lute, values) == HASH
@@ -77,3 +75,10 @@ def test_options_come_back_from_json_and_what_is_of_one_call_is_not_written() ->
     assert from_json(Lute, values) == lute
     with pytest.raises(LabError, match=r"unknown field strings\.weight; known: gauge, coating"):
         from_json(Lute, {"strings": {"weight": 1}})
+
+
+def test_an_option_that_is_gone_counts_only_where_it_had_an_effect() -> None:
+    values = to_json(LUTE)
+    assert options_hash(Lute, {**values, "tune": None}) == HASH
+    assert differences(Lute, {**values, "tune": None}, values) == {}
+    assert differences(Lute, {**values, "tune": "lora"}, values) == {"tune": "tune: recorded 'lora', given None"}

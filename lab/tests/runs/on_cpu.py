@@ -1,6 +1,6 @@
 """`python -m kvshift_lab` on a machine without GPU, with processes that share a run over gloo.
 
-python -m lab.tests.runs.on_cpu fsdp|deepspeed|tensor_parallel train ...
+python -m lab.tests.runs.on_cpu fsdp train ...
 
 With KILLED_AT, a process kills itself with SIGKILL when that checkpoint is written, before it is sealed as complete.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshift_lab.cli import run_and_exit
-from kvshift_lab.training import tensor_parallel, train, trainer
+from kvshift_lab.training import trainer
 
 
 def fsdp() -> None:
@@ -29,28 +29,6 @@ def fsdp() -> None:
     accelerate.state.AcceleratorState.__init__ = with_fsdp
 
 
-def deepspeed() -> None:
-    import deepspeed  # pyright: ignore[reportMissingImports]
-
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # it would be compiled
-    deepspeed.init_distributed(dist_backend="gloo")
-
-
-def tensor_parallelism() -> None:
-    """Use tensor parallelism, which accelerate refuses on a CPU; each process prints how many numbers it holds."""
-    from accelerate import ParallelismConfig
-
-    def shard_model(*args: Any, shard_model: Any = tensor_parallel.shard_model) -> Any:
-        model = shard_model(*args)
-        held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
-        print(f"holds {held} of {sum(p.numel() for p in model.parameters())}", file=sys.stderr)
-        return model
-
-    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
-    tensor_parallel.require_gpu = lambda config: None
-    train.shard_model = shard_model
-
-
 def kill_or_seal(folder: Path, mark_complete: Any = trainer.mark_complete) -> None:
     if folder.name == os.environ.get("KILLED_AT"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -58,6 +36,6 @@ def kill_or_seal(folder: Path, mark_complete: Any = trainer.mark_complete) -> No
 
 
 if __name__ == "__main__":
-    {"fsdp": fsdp, "deepspeed": deepspeed, "tensor_parallel": tensor_parallelism}[sys.argv.pop(1)]()
+    {"fsdp": fsdp}[sys.argv.pop(1)]()
     trainer.mark_complete = kill_or_seal
     run_and_exit()

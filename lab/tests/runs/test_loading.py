@@ -35,8 +35,7 @@ def run_folder(model_folder: Path, tmp_path: Path) -> Path:
     for step in (9, 100, 20):
         checkpoint = run / f"checkpoint-{step}"
         shutil.copytree(model_folder, checkpoint, ignore=shutil.ignore_patterns("*token*"))
-        sizes = {path.name: {"size": path.stat().st_size} for path in checkpoint.iterdir()}
-        (checkpoint / "manifest.json").write_text(json.dumps({"files": sizes}))
+        (checkpoint / "complete").touch()
     return run
 
 
@@ -50,19 +49,16 @@ def test_a_run_stands_for_its_newest_checkpoint_and_then_its_model(run_folder: P
     where, notes = said(run_folder)
     assert where == (str(run_folder / "checkpoint-100"), tokens)
     assert notes == [f"{run_folder} has no final model yet: using checkpoint-100"]
-    (run_folder / "checkpoint-100" / "manifest.json").unlink()  # still being written
+    (run_folder / "checkpoint-100" / "complete").unlink()  # still being written
     assert said(run_folder)[0][0] == str(run_folder / "checkpoint-20")
-    weights = run_folder / "checkpoint-20" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    assert said(run_folder)[0][0] == str(run_folder / "checkpoint-9")
     assert said(run_folder / "checkpoint-20")[0] == (str(run_folder / "checkpoint-20"), tokens)
     shutil.copytree(model_folder, run_folder / "model")
     assert said(run_folder) == ((str(run_folder / "model"), str(run_folder / "model")), [])
 
 
 def test_no_checkpoint_is_whole(run_folder: Path) -> None:
-    for manifest in run_folder.glob("*/manifest.json"):
-        manifest.write_text("{")
+    for mark in run_folder.glob("*/complete"):
+        mark.unlink()
     with pytest.raises(LabError, match="none of its 3 checkpoints is complete"):
         said(run_folder)
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.training.running import require_readable
+from kvshift_lab.training.running import require_same_sharding
 from kvshift_lab.training.train import train
 from kvshift_lab.training.train_config import TrainConfig
 
-from ..run_cases import LENGTH, assert_same_bits, losses, metrics, result, tiny, weights
+from ..run_cases import LENGTH, losses, metrics, result, tiny, weights
 
 ROOT = Path(__file__).parents[3]
 # Sums over sequences are taken in another order.
@@ -165,95 +165,33 @@ def test_sharded_over_two_processes(corpus, tmp_path):
         shutil.rmtree(two / "checkpoint-12")
 
 
-def deepspeed_variables(precision: str) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets for the example, with this precision."""
-    return {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_MIXED_PRECISION": precision,
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
-        "ACCELERATE_GRADIENT_CLIPPING": "auto",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-    }
-
-
-@pytest.mark.slow
-def test_deepspeed_over_two_processes(corpus, tmp_path):
-    """ZeRO 2 in float32 divides the optimizer's state, and learns the same as one process without it."""
-    pytest.importorskip("deepspeed")
-    one, two = tmp_path / "one", tmp_path / "two"
-    train(in_one(corpus, one))
-    done = in_two(*arguments(corpus, two), program="lab.tests.runs.on_cpu deepspeed", **deepspeed_variables("no"))
-    assert done.returncode == 0, done.stderr
-    parts = list((two / "checkpoint-12" / "global_step12").glob("zero_pp_rank_*_optim_states.pt"))
-    assert [torch.load(part, weights_only=False)["optimizer_state_dict"]["zero_stage"] for part in parts] == [2, 2]
-    torch.testing.assert_close(losses(two), losses(one), **CLOSE)
-    torch.testing.assert_close(weights(two), weights(one), **CLOSE)
-
-
-@pytest.mark.slow
-def test_deepspeed_in_bfloat16(corpus, tmp_path):
-    """Losses are close to those of one process in bfloat16, whose weights are float32.
-
-    Coefficients are float32 in the saved model and in the metrics, as in the optimizer; the other weights are bfloat16.
-    A run that is killed by SIGKILL during a save resumes to the bit.
-    """
-    pytest.importorskip("deepspeed")
-    one, out, killed = tmp_path / "one", tmp_path / "run", tmp_path / "killed"
-    train(replace(in_one(corpus, one), bf16="yes"))
-    how = {"program": "lab.tests.runs.on_cpu deepspeed", **deepspeed_variables("bf16")}
-    done = in_two(*arguments(corpus, out), "--bf16", "yes", **how)
-    assert done.returncode == 0, done.stderr
-    torch.testing.assert_close(losses(out), losses(one), rtol=0, atol=5e-3)  # measured: 1.3e-3, with losses near 5
-    saved, expected = weights(out), weights(one)
-    written = {line["layer"]: line for line in metrics(out, "coefficients")[-2:]}
-    assert saved["lm_head.weight"].dtype == torch.bfloat16
-    for name, tensor in saved.items():
-        if ".shift." in name:
-            layer, parameter = int(name.split(".")[2]), name.rpartition(".")[2]
-            assert tensor.dtype == torch.float32, name
-            assert not torch.equal(tensor, tensor.bfloat16().float()), name
-            assert written[layer][parameter] == tensor.tolist()
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-3)  # measured: 1.9e-3
-
-    assert in_two(*arguments(corpus, killed), "--bf16", "yes", **how, KILLED_AT="checkpoint-12").returncode != 0
-    assert (killed / "checkpoint-12").exists()
-    done = in_two(*arguments(corpus, killed), "--bf16", "yes", **how)
-    assert done.returncode == 0, done.stderr
-    assert "resuming from checkpoint-8" in done.stderr
-    assert metrics(killed) == metrics(out)
-    assert_same_bits(weights(killed), saved)
-
-    (out / "result.json").unlink()
-    done = in_two(*arguments(corpus, out), "--bf16", "yes", **how, processes=1)
-    assert "checkpoint-12 was saved with DeepSpeed by 2 process(es), but this run has 1" in done.stderr
+@pytest.mark.parametrize(("saved", "used"), [(True, False), (False, True), (True, True), (False, False)])
+def test_checkpoints_saved_with_fsdp_and_without(tmp_path, saved: bool, used: bool):
+    if saved:
+        (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    trainer: Any = SimpleNamespace(is_fsdp_enabled=used)
+    if saved == used:
+        require_same_sharding(tmp_path, trainer)
+        return
+    words = "with FSDP, but this run is without" if saved else "without FSDP, but this run is with"
+    with pytest.raises(LabError, match=f"was saved {words} FSDP"):
+        require_same_sharding(tmp_path, trainer)
 
 
 @pytest.mark.parametrize(
-    ("files", "deepspeed", "fsdp", "said"),
+    ("variable", "value"),
     [
-        ([], False, False, None),
-        ([], True, False, "saved with neither FSDP nor DeepSpeed, but this run uses DeepSpeed"),
-        ([], False, True, "saved with neither FSDP nor DeepSpeed, but this run uses FSDP"),
-        (["pytorch_model_fsdp_0/.metadata"], False, True, None),
-        (["pytorch_model_fsdp.bin"], False, False, "saved with FSDP, but this run uses neither FSDP nor DeepSpeed"),
-        ([f"global_step8/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)], True, False, None),
-        (["global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], False, False, "saved with DeepSpeed, but"),
-        (["global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], True, False, "by 1 process.* run has 2"),
+        ("ACCELERATE_USE_DEEPSPEED", "true"),
+        ("PARALLELISM_CONFIG_TP_SIZE", "2"),
+        ("PARALLELISM_CONFIG_CP_SIZE", "2"),
+        ("PARALLELISM_CONFIG_SP_SIZE", "4"),
     ],
 )
-def test_checkpoints_of_another_kind(tmp_path, files: list[str], deepspeed: bool, fsdp: bool, said: str | None):
-    for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    trainer: Any = SimpleNamespace(is_deepspeed_enabled=deepspeed, is_fsdp_enabled=fsdp)
-    if said is None:
-        require_readable(tmp_path, trainer, processes=2)
-    else:
-        with pytest.raises(LabError, match=said):
-            require_readable(tmp_path, trainer, processes=2)
+def test_other_kinds_of_parallelism_are_refused_by_name(corpus, tmp_path, monkeypatch, variable: str, value: str):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(LabError, match=f"{variable.lower()} is {value} .*DDP or FSDP alone"):
+        train(tiny(corpus, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from kvshift_lab.commands.compare.samples import sample
 from kvshift_lab.commands.compare.step_time import measure_step_time
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.text import load_text_data
-from kvshift_lab.runs.checkpoints import mark_complete, size_fault
+from kvshift_lab.runs.checkpoints import is_complete, mark_complete
 from kvshift_lab.runs.loading import load_trained
 from kvshift_lab.runs.run import read_run
 from kvshift_lab.training.train import train
@@ -65,7 +65,7 @@ def test_model_and_checkpoints_are_plain_llama(plain: Path) -> None:
         model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert type(model) is LlamaForCausalLM
         assert not any(loading.values())
-        assert folder.name == "model" or size_fault(folder) is None
+        assert folder.name == "model" or is_complete(folder)
 
 
 def test_transformers_own_llama_has_the_losses_of_the_run(plain: Path, corpus: Path) -> None:

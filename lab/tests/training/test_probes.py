@@ -227,27 +227,23 @@ def test_tensorboard_has_each_number(both):
 @pytest.mark.parametrize("both", ["documents"], indirect=True)
 def test_a_resumed_run_writes_the_same_lines(both, corpus, tmp_path):
     out = copied(both.with_probes, tmp_path)
-    (out / "checkpoint-12" / "manifest.json").unlink()
+    (out / "checkpoint-12" / "complete").unlink()
     options = {"model": {"config": both.without.parent / "model.json"}, "keep_checkpoints": 9, "packing": both.packing}
     train(longer(corpus, out, **options, probes="induction"))
     assert metrics(out) == metrics(both.with_probes)
     # Probes may end or begin where a run is continued.
     again = copied(both.with_probes, tmp_path / "again")
-    (again / "checkpoint-12" / "manifest.json").unlink()
+    (again / "checkpoint-12" / "complete").unlink()
     train(longer(corpus, again, **options))
     assert [line["step"] for line in metrics(again, "probes")] == [5]
     assert_same_bits(weights(again), weights(both.with_probes))
 
 
-@pytest.mark.parametrize("changes", [{"tune": "shift+lora"}, {"model": {"variant": "differential"}}], ids=str)
-def test_other_models_and_parts_are_probed_too(finished, corpus, tmp_path, changes):
-    from_model = {"init_from": str(finished)} if "tune" in changes else {}
-    model = {"hidden_size": None, "num_attention_heads": None} if from_model else {}
-    changes = {**changes, "model": {**model, **changes.get("model", {})}}
+def test_other_models_are_probed_too(corpus, tmp_path):
     lines = []
     for probes in (None, "induction"):
         out = tmp_path / str(probes)
-        train(tiny(corpus, out, steps=2, probes=probes, **from_model, **changes))
+        train(tiny(corpus, out, steps=2, probes=probes, model={"variant": "differential"}))
         lines.append([line for line in metrics(out) if line["kind"] != "probes"])
     assert lines[0] == lines[1]
     assert_same_bits(weights(tmp_path / "induction"), weights(tmp_path / "None"))

@@ -187,7 +187,7 @@ def test_a_signal_ends_a_run_after_its_step(corpus, tmp_path, number, code):
     assert "Traceback" not in said
     step = metrics(out, "train")[-1]["step"]
     assert f"kvshift train: stopped after step {step}; checkpoint-{step} is complete" in said
-    assert (out / f"checkpoint-{step}" / "manifest.json").exists()
+    assert (out / f"checkpoint-{step}" / "complete").exists()
 
 
 def test_the_record_of_a_run_is_a_file_of_its_options(finished, tmp_path, capsys):
@@ -233,18 +233,6 @@ def test_options_that_cannot_be(corpus, tmp_path, change, said, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(LabError, match=said) as caught:
         train(tiny(corpus, tmp_path / "run", **change))
-    assert caught.value.exit_code == 2
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("name", "kind"), [("cp", "context parallelism"), ("sp", "Ulysses sequence parallelism")])
-def test_parts_of_sequences(corpus, tmp_path, name: str, kind: str, monkeypatch):
-    """`accelerate launch --use_parallelism_config true --parallelism_config_cp_size 2` sets such an environment."""
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "2")
-    said = rf"parallelism_config_{name}_size is 2 \({kind}\), expected 1: .*the token before.*fsdp2.yaml"
-    with pytest.raises(LabError, match=said) as caught:
-        train(tiny(corpus, tmp_path / "run"))
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run").exists()
 

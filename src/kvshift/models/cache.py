@@ -339,6 +339,14 @@ def ensure_shift_cache(cache: Cache, config: ShiftConfig) -> None:
         layers[:] = [with_shift(layer, window) for layer in layers]
 
 
+def empty_shift_cache(cache: Any) -> bool:
+    """Reset a cache with layers that carry the state of the shift; return False, and change nothing, for any other."""
+    if not isinstance(cache, Cache) or not _carries_shift(cache):
+        return False
+    cache.reset()
+    return True
+
+
 def _carries_shift(cache: Cache) -> bool:
     # torch.compile in 2.11 supports the length of a list, not its truth value. Layers are replaced all at once.
     return len(cache.layers) > 0 and isinstance(cache.layers[0], ShiftCacheLayer)
@@ -436,8 +444,10 @@ def compact_padding(cache: Cache, attention_mask: Tensor, not_padding_BT: Tensor
     is_compacted = getattr(sliding[0], "is_compacted", False)
     fixed = sliding[0].record_past or torch.compiler.is_compiling() or torch.jit.is_tracing()
     if isinstance(sliding[0], ShiftStaticSlidingWindowLayer):
-        if not fixed:
-            _require_room(cache, sliding[0], attention_mask, not_padding_BT)
+        if not fixed and not_padding_BT is not None and _gap_begins(attention_mask != 0, not_padding_BT):
+            sliding[0].has_gaps = True
+        if sliding[0].has_gaps:
+            _require_room(cache, sliding[0], attention_mask.shape[1])
         return None
     if not is_compacted and (not_padding_BT is None or fixed):
         return None
@@ -460,13 +470,10 @@ def _gap_begins(mask: Tensor, not_padding_BT: Tensor) -> bool:
     return bool((latest[:, :-1] & ~latest[:, 1:]).any())
 
 
-def _require_room(
-    cache: Cache, layer: ShiftStaticSlidingWindowLayer, attention_mask: Tensor, not_padding_BT: Tensor | None
-) -> None:
-    """Raise a ValueError if padding follows a token and the window excludes positions, which it would count."""
-    layer.has_gaps = layer.has_gaps or (not_padding_BT is not None and _gap_begins(attention_mask != 0, not_padding_BT))
+def _require_room(cache: Cache, layer: ShiftStaticSlidingWindowLayer, length: int) -> None:
+    """Raise a ValueError if the window can exclude any of `length` positions: it would count padding among them."""
     longest = max(layer.max_cache_len for layer in cache.layers)
-    if layer.has_gaps and max(longest, attention_mask.shape[1]) > layer.max_cache_len:
+    if max(longest, length) > layer.max_cache_len:
         raise ValueError(
             "attention_mask must be padded on the left with a static cache that is longer than the sliding window, "
             "which would count padding after a token: use a DynamicCache"
@@ -478,13 +485,22 @@ def stored_document_offset(cache: Cache) -> Tensor | None:
     return getattr(cache.layers[0], "document_offset", None) if cache.layers else None
 
 
-def store_document_offset(cache: Cache, offset: Tensor) -> None:
-    """Store the index of the first token of each row's last document, (B,), for the next tokens."""
+def store_document_offset(cache: Cache, offset: Tensor, *, is_named: bool = True) -> None:
+    """Store the index of the first token of each row's last document, (B,), for the next tokens.
+
+    Args:
+        is_named: whether the call named documents, so that there are some. A program that is exported cannot look for
+            them in position_ids. It takes and returns caches without offsets, and raises an error if there are any.
+    """
     if not _carries_shift(cache):
         raise ValueError(
             f"{CACHE} cannot keep where the last of several documents in a row begins, which the next tokens need: use "
             "a DynamicCache or StaticCache that is empty at first, and neither quantized nor offloaded"
         )
+    if is_exporting() and not is_named and stored_document_offset(cache) is None:
+        message = "position_ids must not restart within a row of an exported program with a cache; use seq_idx"
+        torch.ops.aten._assert_async.msg((offset == 0).all(), message)
+        return
     for layer in cache.layers:
         layer.document_offset = offset  # type: ignore[attr-defined]
 

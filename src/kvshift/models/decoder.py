@@ -126,7 +126,6 @@ class ShiftedAttention:
         cache: Cache | None = None,
         shift_mask: Tensor | None = None,
         shift_seq_idx: Tensor | None = None,
-        attn_implementation: str | None = None,
         next_token: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -141,10 +140,42 @@ class ShiftedAttention:
                 self.shift, *heads, cache, self.layer_idx, mask=shift_mask, seq_idx=shift_seq_idx, **after
             )
         query, key, value = done
+        output, weights = self.attend(
+            query,
+            key,
+            value,
+            attention_mask=attention_mask,
+            shift_mask=shift_mask,
+            shift_seq_idx=shift_seq_idx,
+            **kwargs,
+        )
+        return self.output(output), weights
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        shift_mask: Tensor | None,
+        shift_seq_idx: Tensor | None,
+        attn_implementation: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of attention, (B, T, H, D), and its weights, or None in place of them.
+
+        Args:
+            query: (B, H, T, D).
+            key, value: (B, G, length, D), cached tokens included.
+            attention_mask, shift_mask, shift_seq_idx: masks of the scores, of padding and of documents, as in
+                `create_masks`; the last two are not used here.
+            kwargs: further arguments of the attention function.
+        """
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             attn_implementation or self.config._attn_implementation, self.eager_attention
         )
-        output, weights = attention(
+        return attention(
             self,
             query,
             key,
@@ -155,7 +186,6 @@ class ShiftedAttention:
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return self.output(output), weights
 
 
 def _norm_then_rotate(
@@ -321,7 +351,8 @@ class ShiftedDecoder:
             if offsets is not None:
                 position_ids = position_ids - offsets
         if cache is not None and offsets is not None:
-            store_document_offset(cache, offsets[:, -1])
+            is_named = any(tensor is not None for tensor in named.values())
+            store_document_offset(cache, offsets[:, -1], is_named=is_named)
         return masks, position_ids
 
     def _refuse_unknown_attention(self) -> None:

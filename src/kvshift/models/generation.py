@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvshift.models.cache import ensure_shift_cache
+from kvshift.models.cache import empty_shift_cache, ensure_shift_cache
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks, document_index
-from kvshift.models.versions import CACHE, resolve_cache_argument
+from kvshift.models.versions import CACHE, refuse_unaware_peft, resolve_cache_argument
 
 
 class ShiftedGeneration:
@@ -63,9 +63,22 @@ class ShiftedGeneration:
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         if model_kwargs.get(CACHE) is not None:
+            refuse_unaware_peft(self)
             ensure_shift_cache(model_kwargs[CACHE], self.config)
             if generation_config.is_assistant:  # transformers did so on the replaced layers only
                 model_kwargs[CACHE].activate_past_recording()
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Prepare inputs as transformers does. A cache that the family drops is emptied instead, and stays in use.
+
+        Phi-3 drops it where longer texts need other rotary frequencies. `forward` would make one that does not record
+        what `crop` needs after rejected drafts, and that is never static.
+        """
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        given = kwargs.get(CACHE)
+        if given is not None and inputs.get(CACHE) is None and empty_shift_cache(given):
+            inputs[CACHE] = given
+        return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

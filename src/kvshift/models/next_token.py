@@ -31,7 +31,7 @@ from kvshift.models.cache import (
     ShiftStaticSlidingWindowLayer,
     StaticShiftCacheLayer,
 )
-from kvshift.ops.cpu.next_token import Gains, NextToken, TokenTables, has_kernel
+from kvshift.ops.cpu.next_token import Gains, NextToken, TokenTables, next_token_dtypes
 from kvshift.ops.dispatch import choose_backend
 from kvshift.ops.rope import Rotary, half_tables
 from kvshift.ops.torch_ops import needs_traceable_ops
@@ -74,7 +74,7 @@ def prepare_next_token(
         or choose_backend("auto") != "auto"
         or needs_traceable_ops()
         or _has_any_global_hook()
-        or not has_kernel()
+        or hidden_states.dtype not in next_token_dtypes()
     ):
         return {}, masks
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from difflib import get_close_matches
 from functools import cache as once
@@ -47,6 +48,30 @@ def resolve_cache_argument(past_key_values: Cache | None, cache: Cache | None) -
     if cache is not None and past_key_values is not None:
         raise TypeError("cache and past_key_values are the same argument: give only cache")
     return past_key_values if cache is None else cache
+
+
+def refuse_unaware_peft(model: Any) -> None:
+    """Raise a ValueError if PEFT calls `generate` for a learned prompt and does not know the name of the cache.
+
+    PEFT replaces `prepare_inputs_for_generation` of the model by its own, which looks for `past_key_values` to tell the
+    first forward pass from the others. Without it, PEFT 0.21 inserts the learned prompt again before every token, and
+    leaves out a learned prefix.
+    """
+    peft_model = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    peft_config = getattr(peft_model, "active_peft_config", None)
+    if CACHE == "past_key_values" or not getattr(peft_config, "is_prompt_learning", False):
+        return
+    peft: Any = sys.modules["peft"]
+    if Version(peft.__version__) < Version("0.22"):
+        method = peft_config.peft_type.value
+        instead = f"use_cache=False, or transformers {OLDEST} to 5.23.0"
+        if method in ("PREFIX_TUNING", "CARTRIDGE"):  # their keys and values are refused there
+            instead = "LoRA or prompt tuning in its place"
+        raise ValueError(
+            f"PEFT {peft.__version__} does not fit transformers {transformers.__version__}: to generate with {method}, "
+            f"it looks for a cache named past_key_values, which is now named {CACHE}, and tokens would be wrong. "
+            f"Use {instead}"
+        )
 
 
 def refuse_unknown(model: Any, arguments: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ Shapes: S sequences, R rows of state (newest last), G KV heads, H query heads, D
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -195,6 +195,14 @@ class ShiftState(SequenceState):
         k, v = torch.cat([state.k for state in states]), torch.cat([state.v for state in states])
         return ShiftState(k, v, first.max_rows, q)
 
+
+def _assign_unchanged(self: Any, name: str, value: Any) -> None:
+    """Assign what the field already holds, as code does that maps a function over all attributes of an object."""
+    if getattr(self, name, None) is not value:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+ShiftState.__setattr__ = _assign_unchanged  # type: ignore[method-assign]  # transformers.exporters walks over caches
 
 # A pytree, so that exported programs can take and return it.
 torch.export.register_dataclass(ShiftState)

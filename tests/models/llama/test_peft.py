@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+from kvshift.models.versions import CACHE
 
 from .checks import logits_of, new_tokens_of
 from .tiny import draw_adapter, random_tokens, tiny_model
@@ -43,3 +45,37 @@ def test_an_adapter_is_saved_and_loaded(tmp_path, dtype: torch.dtype):
     loaded = PeftModel.from_pretrained(base, tmp_path, autocast_adapter_dtype=False).to(dtype).eval()
     torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=0, atol=0)
     assert base.model.layers[0].self_attn.shift.alpha.dtype == torch.float32
+
+
+@torch.no_grad()
+def greedy_after(learned: torch.Tensor, row: torch.Tensor, model: torch.nn.Module, count: int) -> list[int]:
+    """Decode after learned embeddings and the tokens of a row, all of it again for every token."""
+    tokens = row.tolist()
+    for _ in range(count):
+        embedded = torch.cat([learned, model.get_input_embeddings()(torch.tensor([tokens]))], dim=1)
+        tokens.append(int(model(inputs_embeds=embedded, use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(row) :]
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+def test_learned_prompts_are_refused_where_peft_does_not_know_the_cache(config):
+    """PEFT 0.21 knows only the name `past_key_values`, which transformers 5.24 has changed."""
+    model = get_peft_model(tiny_model(), config(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    message = f"PEFT .* does not fit transformers .*{config.__name__.split('Tuning')[0].upper()}_TUNING"
+    if CACHE == "past_key_values":
+        message = "raw keys and values|prefix tuning"
+    if (config, CACHE) != (PromptTuningConfig, "past_key_values"):
+        with pytest.raises(ValueError, match=message):
+            model.generate(input_ids=random_tokens(2, 5), max_new_tokens=3)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
+@pytest.mark.parametrize("use_cache", [False] if CACHE == "cache" else [True, False])
+def test_a_learned_prompt_comes_once_before_the_text(use_cache):
+    torch.manual_seed(0)
+    base = tiny_model()
+    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    ids = random_tokens(2, 5)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "use_cache": use_cache}
+    found = model.generate(input_ids=ids, **options)[:, -6:].tolist()
+    assert found == [greedy_after(model.get_prompt(1), row, base, 6) for row in ids]

@@ -27,7 +27,6 @@ class OptionTrait(Enum):
 
     NO_EFFECT_ON_RESULTS = "no computed number depends on it: it may differ between a run and its continuation"
     MACHINE_SPECIFIC = "it depends on the machine: the records of a study do not include it"
-    ONE_CALL_ONLY = "it affects one call and is not recorded with the run"
     ADDED_LATER = "older runs do not have it: None does not enter the hash, and equals False and a missing entry"
     VARIES_BY_VARIANT = "it may differ between the variants of a comparison"
     NOT_IN_MODEL_CONFIG = "the configuration of the model has no field of this name"
@@ -40,11 +39,13 @@ def option_metadata(*traits: OptionTrait) -> dict[str, bool]:
 
 NO_EFFECT_ON_RESULTS = option_metadata(OptionTrait.NO_EFFECT_ON_RESULTS)
 MACHINE_SPECIFIC = option_metadata(OptionTrait.NO_EFFECT_ON_RESULTS, OptionTrait.MACHINE_SPECIFIC)
-ONE_CALL_ONLY = option_metadata(OptionTrait.ONE_CALL_ONLY)
 ADDED_LATER = option_metadata(OptionTrait.ADDED_LATER)
 
 RECORDED = ("config_hash", "data_facts", "extended")
-"""Entries that a run records in addition to its options."""
+"""Entries that a run records in addition to its options; "extended" stands in older records."""
+
+REMOVED = frozenset({"tune", "lora_rank"})
+"""Options of older runs, which had no effect where they were None; elsewhere, such a run cannot be continued."""
 
 
 @cache
@@ -69,7 +70,9 @@ def options_hash(options: type, values: Mapping[str, Any]) -> str:
     """
     free, late = option_names(options, OptionTrait.NO_EFFECT_ON_RESULTS), option_names(options, OptionTrait.ADDED_LATER)
     decisive = {
-        name: value for name, value in values.items() if name not in free and not (name in late and value is None)
+        name: value
+        for name, value in values.items()
+        if name not in free and not (name in late | REMOVED and value is None)
     }
     for group, its_options in _groups(options).items():
         late, given = option_names(its_options, OptionTrait.ADDED_LATER), decisive.get(group, {})
@@ -95,7 +98,7 @@ def differences(
     """
     lines: dict[str, str] = {}
     free: Set[str] = frozenset() if options is None else option_names(options, OptionTrait.NO_EFFECT_ON_RESULTS)
-    late: Set[str] = frozenset() if options is None else option_names(options, OptionTrait.ADDED_LATER)
+    late = REMOVED if options is None else REMOVED | option_names(options, OptionTrait.ADDED_LATER)
     groups: Mapping[str, type] = {} if options is None else _groups(options)
     for name in sorted({*old, *new} - free):
         before, now = old.get(name), new.get(name)
@@ -107,10 +110,8 @@ def differences(
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """Return the fields of a config as JSON values, without options of one call; paths become strings, tuples lists."""
-    of_the_call = option_names(type(config), OptionTrait.ONE_CALL_ONLY)
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in of_the_call}
-    return json.loads(json.dumps(values, default=str))
+    """Return the fields of a config as JSON values; paths become strings, tuples lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def from_json(cls: type, values: Mapping[str, Any], where: str = "") -> Any:

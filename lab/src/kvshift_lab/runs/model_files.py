@@ -9,7 +9,7 @@ from typing import Any
 
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.hub import is_hub_name, require_on_hub
-from kvshift_lab.runs.checkpoints import list_checkpoints, size_fault
+from kvshift_lab.runs.checkpoints import is_complete, list_checkpoints
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -48,7 +48,7 @@ def _model_of_run(run: Path, log: Callable[[str], Any]) -> Path:
         return run / "model"
     checkpoints = list_checkpoints(run)
     for checkpoint in reversed(checkpoints):
-        if _is_model(checkpoint) and size_fault(checkpoint) is None:
+        if _is_model(checkpoint) and is_complete(checkpoint):
             log(f"{run} has no final model yet: using {checkpoint.name}")
             return checkpoint
     if checkpoints:

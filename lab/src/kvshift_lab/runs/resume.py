@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
+from transformers import PreTrainedConfig
 
-from kvshift.models.configuration import ShiftConfig
 from kvshift_lab.core.atomic import remove_folder, write_json
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.core.options import OptionTrait, option_names
+from kvshift_lab.core.options import REMOVED, OptionTrait, option_names
 from kvshift_lab.data.text import TextData
 from kvshift_lab.data.tokenizers import ORIGIN
 from kvshift_lab.runs.checkpoints import find_checkpoint
-from kvshift_lab.runs.extending import is_extension, record_extension, refuse_extension
 from kvshift_lab.runs.folder import RunFolder
-from kvshift_lab.runs.overwriting import replace_run
 from kvshift_lab.runs.processes import Processes
 from kvshift_lab.training.train_config import config_hash, differences
 from kvshift_lab.variants.model_config import ModelConfig, model_fields
@@ -37,14 +35,12 @@ class ResumePoint:
     checkpoint: str | None
 
 
-def check_folder(folder: RunFolder, options: dict[str, Any], extend: bool | None = None) -> bool:
+def check_folder(folder: RunFolder, options: dict[str, Any]) -> bool:
     """Check that the folder is new or contains this run, before any data are read, and return True if it is finished.
 
     Args:
         folder: folder of the run.
         options: options as JSON. Unresolved ones (None, "auto") are only compared in `start_or_resume`.
-        extend: whether a run with fewer steps may be extended even if its learning rates would have been different.
-            None: the number of steps must be the same.
     """
     require_run_folder(folder)
     folder.clean()
@@ -55,12 +51,8 @@ def check_folder(folder: RunFolder, options: dict[str, Any], extend: bool | None
         return False
     for part in _PARTS & options.keys():
         _object(folder, old, part)
-    longer = extend is not None and is_extension(old, options)
-    given = {name: value for name, value in options.items() if not (longer and name == "steps")}
-    _refuse(folder, other_options(old, given))
-    if longer:
-        refuse_extension(folder, old, options, extend=bool(extend))
-    return folder.result.exists() and not longer
+    _refuse(folder, other_options(old, options))
+    return folder.result.exists()
 
 
 def other_options(old: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
@@ -69,7 +61,7 @@ def other_options(old: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
     Unresolved options (None, "auto") are not compared, because the recorded options contain their resolved values.
     """
     given = {name: value for name, value in options.items() if value not in (None, "auto")}
-    known = {name: old.get(name) for name in given}
+    known = {name: old.get(name) for name in given.keys() | (REMOVED & old.keys())}
     for part in _PARTS & given.keys():
         given[part] = {name: value for name, value in options[part].items() if value is not None}
         known[part] = {name: (old.get(part) or {}).get(name) for name in given[part]}
@@ -105,9 +97,6 @@ def start_or_resume(
     processes: Processes,
     log: Callable[[str], Any],
     facts: dict[str, Any] | None = None,
-    *,
-    extend: bool | None = None,
-    overwrite: bool = False,
 ) -> ResumePoint:
     """Record the options and the environment of a new run, or check those of a run to resume and find its checkpoint.
 
@@ -115,14 +104,10 @@ def start_or_resume(
         folder: folder of the run, checked by `check_folder`.
         options: all options as JSON, resolved.
         processes: processes of the run.
-        log: reports each checkpoint that is set aside, and where the run resumes.
+        log: reports where the run resumes.
         facts: facts about the data from `data_fingerprint`, if the options do not determine the data.
-        extend: as in `check_folder`.
-        overwrite: whether to remove the run in the folder first.
     """
     here = environment(processes.device, processes.count)
-    if overwrite:
-        replace_run(folder)
     old = folder.read(folder.config)
     if old is None:
         write_json(folder.environment, here)
@@ -130,15 +115,11 @@ def start_or_resume(
         write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
         return ResumePoint(0, None)
 
-    longer = extend is not None and is_extension(old, options)
-    refuse_other_options(folder, {**old, "steps": options["steps"]} if longer else old, options)
+    refuse_other_options(folder, old, options)
     if facts is not None:
         _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
-    checkpoint = find_checkpoint(folder.path, log)
+    checkpoint = find_checkpoint(folder.path)
     step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-    if longer:
-        refuse_extension(folder, old, options, extend=bool(extend))
-        record_extension(folder, old, options, done=step)
     log(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
     first = folder.read(folder.environment) or {}
     again = {"step": step, **here}
@@ -157,7 +138,7 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
     return value
 
 
-def resolved_model(config: ShiftConfig) -> dict[str, Any]:
+def resolved_model(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields of `ModelConfig` with the model's values.
 
     Fields that were added later and are off are None, as in the hash.
@@ -184,7 +165,7 @@ def data_fingerprint(data: TextData) -> dict[str, Any]:
 
 def refuse_other_options(folder: RunFolder, old: dict[str, Any], options: dict[str, Any]) -> None:
     """Raise a LabError that lists the `options` that differ from `old`, the folder's config.json, if there are any."""
-    _refuse(folder, differences({name: old.get(name) for name in options}, options))
+    _refuse(folder, differences({name: old.get(name) for name in options.keys() | (REMOVED & old.keys())}, options))
 
 
 def _refuse(folder: RunFolder, lines: list[str]) -> None:

@@ -286,13 +286,5 @@ class _Coefficients(torch.nn.Module):
 
 
 def gather_full(parameter: Tensor) -> Tensor:
-    """Return the full tensor, gathered from all processes if it is sharded; then all processes must call it.
-
-    With DeepSpeed's ZeRO 1 and 2, return the master weights that the optimizer updates: they are float32 even if the
-    model computes in bfloat16.
-    """
-    if hasattr(parameter, "_hp_mapping"):
-        from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
-
-        return safe_get_full_fp32_param(parameter)
+    """Return the full tensor, gathered from all processes if it is sharded; then all processes must call it."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]

@@ -23,12 +23,10 @@ from kvshift_lab.core.atomic import remove_folder
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log
 from kvshift_lab.runs.folder import Metrics, RunFolder
-from kvshift_lab.runs.overwriting import require_only_run_files
 from kvshift_lab.runs.processes import COLLECTIVE_TIMEOUT, Processes
 from kvshift_lab.runs.resume import ResumePoint, check_folder, require_run_folder
 from kvshift_lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, gather_full
-from kvshift_lab.training.tensor_parallel import check_tensor_parallel, parallelism_size
-from kvshift_lab.training.train_config import RunConfig, TrainConfig
+from kvshift_lab.training.train_config import RunConfig
 from kvshift_lab.training.trainer import RunTrainer
 from kvshift_lab.variants.building import rewrite_config_as_llama
 
@@ -46,8 +44,7 @@ def prepare_run_folder(stack: ExitStack, folder: RunFolder, config: RunConfig, o
         options: `config` as JSON, to compare with the folder's config.json.
     """
     config.check()
-    require_whole_sequences()
-    check_tensor_parallel(config)
+    refuse_parallelism()
     if config.device == "cuda" and not torch.cuda.is_available():
         raise LabError("device is cuda, but PyTorch sees no GPU here; expected auto or cpu")
     for name in config.report_to:
@@ -55,24 +52,24 @@ def prepare_run_folder(stack: ExitStack, folder: RunFolder, config: RunConfig, o
             raise LabError(f"report_to must name installed trackers ({', '.join(known) or 'none'}), got {name!r}")
     require_run_folder(folder)  # before the lock file is created in it
     stack.enter_context(folder.locked())
-    if isinstance(config, TrainConfig):
-        if config.overwrite and folder.config.exists():
-            require_only_run_files(folder, config.init_from)
-            return False
-        return check_folder(folder, options, extend=config.extend)
     return check_folder(folder, options)
 
 
-def require_whole_sequences() -> None:
-    """Raise a LabError if accelerate is configured to split sequences across processes."""
-    for name, kind in (("cp", "context parallelism"), ("sp", "Ulysses sequence parallelism")):
-        size = parallelism_size(name)
-        if size != 1:
+def refuse_parallelism() -> None:
+    """Raise a LabError if accelerate is configured for more than data parallelism (DDP or FSDP)."""
+    settings = {
+        "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+        "PARALLELISM_CONFIG_TP_SIZE": "tensor parallelism",
+        "PARALLELISM_CONFIG_CP_SIZE": "context parallelism",
+        "PARALLELISM_CONFIG_SP_SIZE": "Ulysses sequence parallelism",
+    }
+    for name, kind in settings.items():
+        value = os.environ.get(name, "false").lower()
+        if value not in ("false", "0", "1"):
             raise LabError(
-                f"parallelism_config_{name}_size is {size} ({kind}), expected 1: the first token of each part needs "
-                "the keys and values of the token before it, which are in another process. Shard the model instead of "
-                "the sequences, as in examples/accelerate/fsdp2.yaml, and give --gradient-checkpointing if long "
-                "sequences do not fit"
+                f"{name.lower()} is {value} ({kind}), but kvshift train divides a run by DDP or FSDP alone: "
+                "examples/accelerate/fsdp2.yaml shards the model, --gradient-checkpointing saves memory, and "
+                "docs/torchtitan.md trains with more kinds of parallelism"
             )
 
 
@@ -273,9 +270,9 @@ def fit(
     Raises:
         InterruptedRunError: a signal arrived; a checkpoint was written.
     """
-    if (checkpoint := start.checkpoint) is not None:
-        processes.main_first(lambda: require_readable(Path(checkpoint), trainer, processes.count))
-        trainer.restore_running_loss(checkpoint)
+    if start.checkpoint is not None:
+        require_same_sharding(Path(start.checkpoint), trainer)
+        trainer.restore_running_loss(start.checkpoint)
     with graceful_stop.handle_signals():
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
@@ -294,28 +291,12 @@ def fit(
     return seconds
 
 
-def require_readable(checkpoint: Path, trainer: RunTrainer, processes: int) -> None:
-    """Raise a LabError if this run cannot read the optimizer state of a checkpoint.
-
-    Args:
-        checkpoint: checkpoint to resume from.
-        trainer: trainer of the run.
-        processes: number of processes.
-    """
-    parts = [*checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt")]
-    saved = _sharding(bool(parts), any(checkpoint.glob("pytorch_model_fsdp*")))
-    here = _sharding(trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled)
-    if saved != here:
-        raise LabError(f"{checkpoint} was saved with {saved}, but this run uses {here}: resume with the same setting")
-    if parts and len(parts) != processes:
-        raise LabError(
-            f"{checkpoint} was saved with DeepSpeed by {len(parts)} process(es), but this run has {processes}: "
-            f"DeepSpeed cannot reshard the optimizer state. Resume with {len(parts)} process(es)"
-        )
-
-
-def _sharding(deepspeed: bool, fsdp: bool) -> str:
-    return "DeepSpeed" if deepspeed else "FSDP" if fsdp else "neither FSDP nor DeepSpeed"
+def require_same_sharding(checkpoint: Path, trainer: RunTrainer) -> None:
+    """Raise a LabError if only one of a checkpoint and this run uses FSDP, which saves shards of the optimizer."""
+    saved = any(checkpoint.glob("pytorch_model_fsdp*"))
+    if saved != trainer.is_fsdp_enabled:
+        with_it, without = ("with FSDP", "without FSDP")[:: 1 if saved else -1]
+        raise LabError(f"{checkpoint} was saved {with_it}, but this run is {without}: resume with the same setting")
 
 
 def save_model(

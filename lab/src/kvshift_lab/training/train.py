@@ -14,15 +14,13 @@ from datasets import disable_progress_bars
 from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from kvshift_lab.core.atomic import remove_folder, write_json
+from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.text import TextData, load_text_data
 from kvshift_lab.data.tokenizers import save_tokenizer
-from kvshift_lab.runs.extending import with_recorded_warmup
 from kvshift_lab.runs.folder import RunFolder, read_metrics
-from kvshift_lab.runs.overwriting import pending_tokenizer
 from kvshift_lab.runs.pretrained import (
     find_pretrained,
     fitting_config,
@@ -45,10 +43,8 @@ from kvshift_lab.training.running import (
     training_arguments,
     uses_cpu,
 )
-from kvshift_lab.training.tensor_parallel import check_model, shard_model, tensor_parallel_size
 from kvshift_lab.training.train_config import TrainConfig
 from kvshift_lab.training.trainer import LanguageModelTrainer
-from kvshift_lab.training.tuned_part import merge_lora, tune_part
 from kvshift_lab.variants.building import build_model, count_parameters, llama_config
 from kvshift_lab.variants.by_name import find_variant, label_of, resolve_variant, variant_of
 from kvshift_lab.variants.uncached import decodes_with_cache
@@ -96,16 +92,11 @@ def _run(
     log: Callable[[str], None],
     callbacks: Sequence[TrainerCallback],
 ) -> None:
-    replaces = config.overwrite and folder.config.exists()
-    if not replaces:
-        config = with_recorded_warmup(config, folder)
-    tokenizer = pending_tokenizer(folder) if replaces else folder.tokenizer
-    stack.callback(remove_folder, pending_tokenizer(folder).parent)  # for a new run that fails before it begins
     source = None
     if config.init_from is not None:
         source = find_pretrained(config.init_from, log)
         config = dataclasses.replace(config, data=with_tokenizer(source, config.data))
-    data = _load(config, tokenizer, processes)
+    data = _load(config, folder.tokenizer, processes)
     tokens, length = len(data.tokenizer), config.data.sequence_length
     if source is None:
         model_config = llama_config(config.model, vocab_size=tokens, sequence_length=length)
@@ -113,10 +104,8 @@ def _run(
         model_config = fitting_config(source, config.model, vocab_size=tokens, sequence_length=length)
     model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
     model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
-    # Processes that share a model (tensor parallelism) get the same sequences.
-    models = processes.count // tensor_parallel_size()
-    accumulation = config.accumulation(models)
-    tokens_per_step = accumulation * config.batch_size * config.data.sequence_length * models
+    accumulation = config.accumulation(processes.count)
+    tokens_per_step = accumulation * config.batch_size * config.data.sequence_length * processes.count
     config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolve_defaults(config))
     options = to_json(config)
     options["model"] |= resolved_model(model_config)
@@ -133,26 +122,17 @@ def _run(
     else:
         model = load_pretrained(source, model_config, freeze_shift=frozen)
         facts["start_weights"] = weights_digest(model)
-    processes.main_first(lambda: check_model(model, accumulation=accumulation))
     sizes = count_parameters(model)
-    if config.tune is not None:
-        tune_part(model, config.tune, rank=config.lora_rank, seed=config.seed)
-        sizes["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.probes is not None:
         check_probes(model)
     processes.any_process(False)  # wait until all processes have read the files that the first one changes next
-    start = processes.main_first(
-        lambda: start_or_resume(folder, options, processes, log, facts, extend=config.extend, overwrite=replaces)
-    )
-    if tensor_parallel_size() > 1:
-        model = shard_model(model, start.checkpoint, folder, processes)
+    start = processes.main_first(lambda: start_or_resume(folder, options, processes, log, facts))
     model.config.use_cache = False  # a KV cache would take memory in every training step
     variant = find_variant(variant_of(options["model"]))
     # With init_from, the only variants are vanilla and kv-shift.
     more = variant.added_parameters(model_config) if source is None else sizes["shift_parameters"]
-    trained = "" if config.tune is None else f"{sizes['trained_parameters']:,} of them trained; "
     log(
-        f"{label_of(options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; {trained}"
+        f"{label_of(options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; "
         f"{config.steps} steps of {tokens_per_step:,} tokens"
     )
     trainer = LanguageModelTrainer(
@@ -173,7 +153,6 @@ def _run(
         trainer.add_callback(callback)
     seconds = fit(trainer, recorder, graceful_stop, start, processes)
     model.config.use_cache = decodes_with_cache(model)
-    merge_lora(model)
     save_model(trainer, folder, processes, beside=partial(save_tokenizer, data.tokenizer))
     if processes.is_main:
         result = _result(trainer, folder, config, seconds) | sizes

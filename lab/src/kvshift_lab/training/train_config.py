@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvshift_lab.core import options
 from kvshift_lab.core.errors import LabError, require
-from kvshift_lab.core.options import ADDED_LATER, MACHINE_SPECIFIC, NO_EFFECT_ON_RESULTS, ONE_CALL_ONLY, options_hash
+from kvshift_lab.core.options import ADDED_LATER, MACHINE_SPECIFIC, NO_EFFECT_ON_RESULTS, options_hash
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.variants.model_config import ModelConfig
 
@@ -127,12 +127,6 @@ class TrainConfig(RunConfig):
     """Start from the weights and the tokenizer of this model: a run folder, a model folder, or a name on the hub. It
     must be a Llama, with or without KV shift, or an output of `kvshift retrofit`. With a Llama, `model` options that
     are not given are taken from it, and an added shift is initialised to the identity."""
-    tune: Literal["shift", "current", "lora", "shift+lora"] | None = field(default=None, metadata=ADDED_LATER)
-    """Train only a part of the model. shift: the coefficients. current: the coefficients of the current token. lora:
-    low-rank additions to the attention projections, merged at the end. shift+lora: both. Checkpoints contain only that
-    part. None: all weights."""
-    lora_rank: int | None = field(default=None, metadata=ADDED_LATER)
-    """Rank of LoRA. None: 8."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     probes: Literal["induction"] | None = field(default=None, metadata=NO_EFFECT_ON_RESULTS)
@@ -141,10 +135,6 @@ class TrainConfig(RunConfig):
     tokens_per_step: int | None = None
     """Tokens per optimizer step over all devices. If that is more than batch_size x sequence_length x devices,
     gradients are accumulated. None: exactly that product."""
-    extend: bool = field(default=False, metadata=ONE_CALL_ONLY)
-    """Extend a run to more steps even if its learning rates so far differ from those of the longer schedule."""
-    overwrite: bool = field(default=False, metadata=ONE_CALL_ONLY)
-    """Replace the run in `out` without asking for confirmation. A folder with any other files is not changed."""
 
     def check_paths(self) -> None:
         """Raise a LabError if a text file or folder is missing or cannot be read."""
@@ -157,16 +147,6 @@ class TrainConfig(RunConfig):
         super().check()
         tokens = self.tokens_per_step
         require(tokens is None or tokens >= 1, "tokens_per_step", tokens, "1 or more, or None")
-        if self.extend and self.overwrite:
-            raise LabError(
-                "extend and overwrite cannot both be given: one keeps the run in the folder, the other removes it"
-            )
-        rank = self.lora_rank
-        require(rank is None or rank >= 1, "lora_rank", rank, "1 or more, or None")
-        if rank is not None and "lora" not in (self.tune or ""):
-            raise LabError(f"lora_rank is {rank}, but tune is {self.tune!r}; expected lora or shift+lora")
-        if self.tune is not None and self.model.freeze_shift:
-            raise LabError(f"model.freeze_shift has no effect with tune ({self.tune}): leave one of them out")
         if self.data.streaming:
             require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
 

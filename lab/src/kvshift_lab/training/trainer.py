@@ -16,20 +16,17 @@ import torch.nn.functional as F
 from datasets import Dataset
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
+from transformers import EvalPrediction, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from kvshift.layers import KVShift
 from kvshift_lab.core.errors import DivergedError, RunFailedError
 from kvshift_lab.core.messages import log
 from kvshift_lab.data.order import EndlessStream, ShuffledEpochs
-from kvshift_lab.runs.checkpoints import list_checkpoints, mark_complete, remove_old_checkpoints, size_fault
+from kvshift_lab.runs.checkpoints import is_complete, list_checkpoints, mark_complete, remove_old_checkpoints
 from kvshift_lab.runs.processes import Processes
-from kvshift_lab.training.callbacks import Evaluation, gather_full
+from kvshift_lab.training.callbacks import Evaluation
 from kvshift_lab.training.optimizer import adamw
 from kvshift_lab.training.probes import probe_heads, probe_targets, summarize_targets
-from kvshift_lab.training.tensor_parallel import gather_optimizer_state, tensor_parallel_size
 from kvshift_lab.training.train_config import RunConfig
 from kvshift_lab.variants.building import rewrite_config_as_llama
 
@@ -49,12 +46,7 @@ class RunTrainer(Trainer):
         self._before_save: Callable[[], None] = lambda: None
         self._last_loss = math.nan
         self._unlogged: dict[str, Any] = {}
-        self._at_checkpoint = False
-        self._coefficients: dict[str, Tensor] = {}
-        self._tensor_parallel = tensor_parallel_size()
         super().__init__(model, arguments, **kwargs)
-        if self._tensor_parallel > 1:  # every process evaluates every sequence, so there is nothing to gather
-            self.gather_function = self.accelerator.gather_for_metrics = _return_unchanged
 
     @property
     @abstractmethod
@@ -74,25 +66,7 @@ class RunTrainer(Trainer):
         if self.optimizer is None:
             trained = cast(nn.Module, self.model if model is None else model)
             self.optimizer = adamw(trained, self._config.optimizer, self.args.device)
-            if self._tensor_parallel > 1:
-                gather_optimizer_state(self.optimizer)
         return self.optimizer
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Set the learning rate by this run's schedule, which may be longer than that of the checkpoint."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        if checkpoint is not None and isinstance(schedule, LambdaLR):
-            for group, base, part in zip(
-                schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
-            ):
-                group["lr"] = base * part(schedule.last_epoch)
-            schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, except under tensor parallelism, where `shard_model` has loaded each process's part."""
-        if self._tensor_parallel == 1:
-            super()._load_from_checkpoint(*args, **kwargs)
 
     def restore_running_loss(self, checkpoint: str) -> None:
         """Restore a checkpoint's partial sum of losses, so that the next mean that is logged includes earlier steps."""
@@ -138,11 +112,7 @@ class RunTrainer(Trainer):
             sums = self._processes.gather(cast(Tensor, self._tr_loss).item())
 
         def write() -> None:
-            self._at_checkpoint = True
-            try:
-                super(RunTrainer, self)._save_checkpoint(model, trial)
-            finally:
-                self._at_checkpoint = False
+            super(RunTrainer, self)._save_checkpoint(model, trial)
             if sums and self._processes.is_main:
                 unlogged = {"after_step": self._globalstep_last_logged, "sums": sums}
                 (folder / _UNLOGGED).write_text(json.dumps(unlogged))
@@ -151,42 +121,6 @@ class RunTrainer(Trainer):
         self._collectively(folder, (lambda: self._mark_complete(folder)) if self._processes.is_main else lambda: None)
         if self._processes.is_main:
             remove_old_checkpoints(folder, self._config.keep_checkpoints, log)
-
-    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Save the model. Under DeepSpeed, coefficients are saved in float32, from the optimizer's master weights.
-
-        All processes must call this method under DeepSpeed and tensor parallelism, where it gathers their parts.
-        """
-        if self._tensor_parallel > 1 and not self.args.should_save:
-            cast(PreTrainedModel, self.model).save_pretrained(output_dir, is_main_process=False)  # type: ignore[arg-type]
-            return
-        if self.is_deepspeed_enabled:
-            self._coefficients = {
-                f"{name}.{parameter_name}": gather_full(parameter).detach().cpu()
-                for name, module in cast(nn.Module, self.model).named_modules()
-                if isinstance(module, KVShift)
-                for parameter_name, parameter in module.named_parameters(recurse=False)
-            }
-        super().save_model(output_dir, *args, **kwargs)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the state; under tensor parallelism it is gathered first (see `gather_optimizer_state`)."""
-        if self._tensor_parallel > 1 and not self.args.should_save:
-            assert self.optimizer is not None
-            self.optimizer.state_dict()  # takes part in gathering the state for the process that writes
-        super()._save_optimizer_and_scheduler(output_dir)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save the weights. With `tune`, checkpoints contain only trained weights; the others never change."""
-        if self._at_checkpoint and getattr(self._config, "tune", None) is not None:
-            trained = {
-                name for name, parameter in cast(nn.Module, self.model).named_parameters() if parameter.requires_grad
-            }
-            state = cast(nn.Module, self.model).state_dict() if state_dict is None else state_dict
-            state_dict = {name: tensor for name, tensor in state.items() if name in trained}
-        if state_dict is not None:
-            state_dict |= {name: tensor for name, tensor in self._coefficients.items() if name in state_dict}
-        super()._save(output_dir, state_dict)
 
     def _mark_complete(self, folder: Path) -> None:
         self._before_save()
@@ -202,7 +136,7 @@ class RunTrainer(Trainer):
             problem = error
         # Writing sharded weights is a collective operation: if one process fails, the others wait inside `write`, not
         # here, until the launcher ends them.
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or self._tensor_parallel > 1
+        sharded = self.is_fsdp_enabled
         # `any_process` also waits for the slowest process.
         if problem is None and (not self._processes.any_process(False) or sharded):
             return
@@ -225,7 +159,7 @@ class RunTrainer(Trainer):
         raise DivergedError(f"{message}; {self._describe_kept_checkpoint()}", step)
 
     def _describe_kept_checkpoint(self) -> str:
-        complete = [folder for folder in list_checkpoints(self._config.out) if size_fault(folder) is None]
+        complete = [folder for folder in list_checkpoints(self._config.out) if is_complete(folder)]
         return f"{complete[-1].name} is kept" if complete else "there is no earlier checkpoint"
 
     def _require_finite_loss(self, finite: bool) -> None:
@@ -233,11 +167,6 @@ class RunTrainer(Trainer):
         step = self.state.global_step
         if not finite:
             self._fail(f"the validation loss is not finite after step {step}", step)
-
-
-def _return_unchanged(input_data: Any, use_gather_object: bool = False) -> Any:
-    """Replace `Accelerator.gather_for_metrics` where every process already has all results."""
-    return input_data
 
 
 class LanguageModelTrainer(RunTrainer):
@@ -297,8 +226,8 @@ class LanguageModelTrainer(RunTrainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, Dataset):
             return None
-        args, models = self.args, self.args.world_size // self._tensor_parallel
-        in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * models
+        args = self.args
+        in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         return ShuffledEpochs(len(dataset), args.max_steps * in_a_step, self._config.seed)
 
     def prediction_step(

@@ -245,8 +245,6 @@ def test_what_changes_no_number_may_differ(tmp_path, children, unplotted):
         ({"sample_tokens": -5}, "sample_tokens must be 0 or more, got -5"),
         ({"temperature": -0.5}, r"temperature must be 0 or more, got -0\.5"),
         ({"prompt": ""}, "prompt must not be empty"),
-        ({"train": TrainConfig(out=Path("x"), overwrite=True)}, "overwrite is only for kvshift train"),
-        ({"train": TrainConfig(out=Path("x"), extend=True)}, "extend is only for kvshift train"),
         ({"train": TrainConfig(out=Path("x"), steps=0)}, "steps must be 1 or more, got 0"),
         ({"train": TrainConfig(out=Path("x"), model=ModelConfig(shift_targets=()))}, r"at least one of q, k, v"),
         ({"variants": ("vanilla",)}, "variants must be two or more different names, got vanilla"),

@@ -3,7 +3,6 @@
 Importing this registers model type "baichuan_m1" with transformers' Auto classes, unless transformers already has it.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -11,6 +10,7 @@ from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
 from kvshift.models.baichuan_m1.layout import conversions
 from kvshift.models.baichuan_m1.modeling import BaichuanM1ForCausalLM, BaichuanM1Model, BaichuanM1PreTrainedModel
 from kvshift.models.baichuan_m1.paper import from_paper
+from kvshift.models.registration import register_model_type
 
 __all__ = [
     "BaichuanM1Config",
@@ -28,9 +28,8 @@ def register() -> bool:
     if name in CONFIG_MAPPING_NAMES:
         return False
     register_checkpoint_conversion_mapping(name, conversions(), overwrite=True)
-    AutoConfig.register(name, BaichuanM1Config, exist_ok=True)
-    AutoModel.register(BaichuanM1Config, BaichuanM1Model, exist_ok=True)
-    AutoModelForCausalLM.register(BaichuanM1Config, BaichuanM1ForCausalLM, exist_ok=True)
+    one_matrix = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "W_pack")
+    register_model_type(BaichuanM1Config, (BaichuanM1Model, BaichuanM1ForCausalLM), like="llama", renamed=one_matrix)
     return True
 
 

@@ -1,7 +1,5 @@
 """Llama with KV shift. Importing this registers model type "kvshift_llama" with transformers' Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-
 from kvshift.models.cache import ensure_shift_cache
 from kvshift.models.llama.configuration import SIZES, KVShiftLlamaConfig, size_config
 from kvshift.models.llama.modeling import (
@@ -10,11 +8,13 @@ from kvshift.models.llama.modeling import (
     KVShiftLlamaModel,
     KVShiftLlamaPreTrainedModel,
 )
+from kvshift.models.registration import register_model_type
 
-AutoConfig.register(KVShiftLlamaConfig.model_type, KVShiftLlamaConfig, exist_ok=True)
-AutoModel.register(KVShiftLlamaConfig, KVShiftLlamaModel, exist_ok=True)
-AutoModelForCausalLM.register(KVShiftLlamaConfig, KVShiftLlamaForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(KVShiftLlamaConfig, KVShiftLlamaForSequenceClassification, exist_ok=True)
+register_model_type(
+    KVShiftLlamaConfig,
+    (KVShiftLlamaModel, KVShiftLlamaForCausalLM, KVShiftLlamaForSequenceClassification),
+    like="llama",
+)
 
 __all__ = [
     "SIZES",

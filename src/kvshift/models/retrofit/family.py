@@ -14,23 +14,14 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.decoder import RotaryDecoder, ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
-
-_AUTO = {"ForSequenceClassification": AutoModelForSequenceClassification, "LMHeadModel": AutoModelForCausalLM}
-_AUTO |= {"ForCausalLM": AutoModelForCausalLM, "Model": AutoModel}
+from kvshift.models.registration import register_model_type
 
 
 class RetrofitConfig(ShiftConfig):
@@ -125,15 +116,9 @@ def rotary_family(
 
 
 def register(family: Family) -> None:
-    """Register a family's classes with transformers' Auto classes."""
-    AutoConfig.register(family.config.model_type, family.config, exist_ok=True)
-    for model in family.models.values():
-        auto_class(model).register(family.config, model, exist_ok=True)
-
-
-def auto_class(model: type[PreTrainedModel]) -> Any:
-    """Return the Auto class of transformers that corresponds to a model class."""
-    return next(auto for ending, auto in _AUTO.items() if model.__name__.endswith(ending))
+    """Register a family's classes where transformers and its neighbours look models up."""
+    (stock, *_) = family.models
+    register_model_type(family.config, family.models.values(), like=stock.config_class.model_type)
 
 
 def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) -> Any:

@@ -97,6 +97,9 @@ class KVShiftGPT2LMHeadModel(ShiftedGeneration, Retrofitted, GPT2LMHeadModel):
 
     config: KVShiftGPT2Config
     config_class = KVShiftGPT2Config
+    # Transformers reads it from the name of the class, in which it finds none: `Trainer` would then divide a sum over
+    # T - 1 labels of each row by T.
+    loss_type = property(lambda self: "ForCausalLM", lambda self, value: None)  # type: ignore[assignment]
 
 
 class KVShiftGPT2ForSequenceClassification(Retrofitted, GPT2ForSequenceClassification):

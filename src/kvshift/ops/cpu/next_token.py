@@ -236,6 +236,6 @@ def sums_like_torch(size: int) -> bool:
     return torch.equal(out, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
-def has_kernel() -> bool:
-    """Return True if the kernel of the next token was built and can be loaded."""
-    return bool(_kernels().next_token)
+def next_token_dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes of tokens that the kernel takes; none if it was not built or cannot be loaded."""
+    return tuple(_kernels().next_token)

@@ -13,7 +13,6 @@ from typing import Annotated
 import tyro
 
 from kvshift_lab.core.errors import LabError, require, require_unicode
-from kvshift_lab.core.options import OptionTrait, option_names
 from kvshift_lab.training.train_config import TrainConfig
 from kvshift_lab.variants.by_name import VARIANTS, find_entry, refinements
 
@@ -58,9 +57,6 @@ class CompareConfig:
             raise LabError("prompt must not be empty")
         require_unicode(self.prompt or "", "prompt")
         self._check_variants()
-        for name in sorted(option_names(TrainConfig, OptionTrait.ONE_CALL_ONLY)):
-            if getattr(self.train, name):
-                raise LabError(f"{name} is only for kvshift train; for a new comparison, choose another folder for out")
         if "RANK" in os.environ:
             raise LabError("compare starts its own processes, one after the other: start it without torchrun")
         self.train.check()

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import kvshift
+from kvshift.models.registration import auto_class
 from kvshift.models.retrofit import FAMILIES, families, gpt2
-from kvshift.models.retrofit.family import Family, auto_class
+from kvshift.models.retrofit.family import Family
 from kvshift_lab.commands.export.bundling import bundle
 from kvshift_lab.core.errors import LabError, RunFailedError
 
