@@ -94,8 +94,10 @@ def start_in_hf(folder: Path, initial: Path, **given: Any) -> None:
 
     trainer.forward_backward_step = step
     trainer.train()
+    if dist.get_rank() == 0:
+        torch.save(kept, folder / "start.pt")
+    dist.barrier()
     trainer.close()
-    torch.save(kept, folder / "start.pt")
 
 
 def killed(folder: Path, **given: Any) -> None:

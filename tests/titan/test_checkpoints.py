@@ -106,8 +106,11 @@ def test_the_adapter_goes_both_ways(family: str, checkpoint: Path, exported: Pat
     assert_same_bits(adapter.from_hf(dict(converted)), state)
 
 
-def test_a_run_starts_from_a_folder_of_transformers(family: str, checkpoint: Path, exported: Path, tmp_path):
-    start(1, tmp_path, "start_in_hf", initial=exported, family=family)
+@pytest.mark.parametrize(("processes", "axes"), [(1, {}), (2, {}), (2, {"tensor_parallel_degree": 2})])
+def test_a_run_starts_from_a_folder_of_transformers(
+    family: str, checkpoint: Path, exported: Path, processes: int, axes: dict[str, Any], tmp_path
+):
+    start(processes, tmp_path, "start_in_hf", initial=exported, family=family, **axes)
     kept = torch.load(tmp_path / "start.pt", weights_only=True)
     expected = torch.load(checkpoint / "weights.pt", weights_only=True)
     assert_same_bits(kept["started"], expected)

@@ -121,7 +121,6 @@ class ShiftedAttention:
         cache: Cache | None = None,
         shift_mask: Tensor | None = None,
         shift_seq_idx: Tensor | None = None,
-        attn_implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         norms = (self.q_norm, self.k_norm) if self.qk_norm else None
@@ -138,10 +137,42 @@ class ShiftedAttention:
             seq_idx=shift_seq_idx,
             **after,
         )
+        output, weights = self.attend(
+            query,
+            key,
+            value,
+            attention_mask=attention_mask,
+            shift_mask=shift_mask,
+            shift_seq_idx=shift_seq_idx,
+            **kwargs,
+        )
+        return self.output(output), weights
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        shift_mask: Tensor | None,
+        shift_seq_idx: Tensor | None,
+        attn_implementation: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of attention, (B, T, H, D), and its weights, or None in place of them.
+
+        Args:
+            query: (B, H, T, D).
+            key, value: (B, G, length, D), cached tokens included.
+            attention_mask, shift_mask, shift_seq_idx: masks of the scores, of padding and of documents, as in
+                `create_masks`; the last two are not used here.
+            kwargs: further arguments of the attention function.
+        """
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             attn_implementation or self.config._attn_implementation, self.eager_attention
         )
-        output, weights = attention(
+        return attention(
             self,
             query,
             key,
@@ -152,7 +183,6 @@ class ShiftedAttention:
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return self.output(output), weights
 
 
 def _norm_then_rotate(

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvshift.models.llama import KVShiftLlamaConfig
-from kvshift.models.retrofit.family import RetrofitConfig
+from kvshift.models.retrofit import FAMILIES
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.run.loading import MODEL_CONFIG_ERRORS, first_non_finite_parameter, without_report
@@ -21,6 +21,7 @@ from kvshift_lab.variants.building import llama_config
 from kvshift_lab.variants.model_config import ModelConfig
 from kvshift_lab.variants.variant import shift_layers
 
+_RETROFITTED = tuple(family.config for family in FAMILIES)
 _SAMPLED = 256  # minimum count of numbers that enter the digest, for each tensor that has as many
 
 
@@ -32,14 +33,14 @@ class Pretrained:
         name: name of the model, as given by the user.
         folder: folder of the model, or its name on the hub.
         tokenizer: folder of the tokenizer, or the model's name on the hub.
-        config: configuration of the model. `shift_targets` is empty for a plain Llama. For other families, this is a
-            `RetrofitConfig`.
+        config: configuration of the model. `shift_targets` is empty for a plain Llama. For other families, this is
+            the configuration with shift of `kvshift.models.retrofit`.
     """
 
     name: str
     folder: str
     tokenizer: str
-    config: KVShiftLlamaConfig | RetrofitConfig
+    config: Any
 
 
 def find_pretrained(name: str, log: Callable[[str], Any]) -> Pretrained:
@@ -54,7 +55,7 @@ def find_pretrained(name: str, log: Callable[[str], Any]) -> Pretrained:
         found: Any = AutoConfig.from_pretrained(folder)
         values: dict[str, Any] = found.to_dict()
         kind = values.pop("model_type")
-        if kind not in ("llama", KVShiftLlamaConfig.model_type) and not isinstance(found, RetrofitConfig):
+        if kind not in ("llama", KVShiftLlamaConfig.model_type) and not isinstance(found, _RETROFITTED):
             raise LabError(
                 f"{name} has model_type {kind!r}; expected llama, kvshift_llama or an output of `kvshift retrofit`"
             )
@@ -62,7 +63,7 @@ def find_pretrained(name: str, log: Callable[[str], Any]) -> Pretrained:
             raise LabError(f"{name} is quantized, so its weights cannot be trained; expected a model that is not")
         if kind == "llama":
             values["shift_targets"] = []
-        config = found if isinstance(found, RetrofitConfig) else KVShiftLlamaConfig(**values)
+        config = found if isinstance(found, _RETROFITTED) else KVShiftLlamaConfig(**values)
     except LabError as error:
         raise LabError(f"init_from: {str(error).removeprefix('model: ')}") from error
     except Exception as error:  # the hub, and transformers' strict dataclasses, raise classes of their own

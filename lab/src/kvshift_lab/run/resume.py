@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
+from transformers import PreTrainedConfig
 
-from kvshift.models.configuration import ShiftConfig
 from kvshift_lab.core.atomic import remove_folder, write_json
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.errors import LabError
@@ -138,7 +138,7 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
     return value
 
 
-def resolved_model(config: ShiftConfig) -> dict[str, Any]:
+def resolved_model(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields of `ModelConfig` with the model's values.
 
     Fields that were added later and are off are None, as in the hash.

@@ -1,4 +1,4 @@
-r"""Export of a torchtitan checkpoint to a transformers model folder, for `kvshift generate`, `eval` and `serve`.
+r"""Export of a torchtitan checkpoint to a transformers model folder, for `kvshift generate`, `eval` and `vllm serve`.
 
 python -m kvshift.integrations.titan.hf_export --config paper_1_5b --checkpoint outputs/checkpoint/step-1000 --out model
 """
@@ -6,25 +6,43 @@ python -m kvshift.integrations.titan.hf_export --config paper_1_5b --checkpoint 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    VarlenAttention,
+    get_causal_mask_mod,
+    get_document_mask_mod,
+)
 from torchtitan.models.common.rope import RoPE
-from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from kvshift.models import llama, retrofit  # noqa: F401  # imported to register their configurations
-from kvshift.models.llama import KVShiftLlamaConfig
-from kvshift.models.retrofit.families import QWEN3
+from kvshift.integrations.titan.hf_config import check_tensors, hf_config
+
+_DOCUMENTS = ((64,), (1, 30, 33))  # lengths of those in the rows on which logits are compared
+_TOLERANCE = 1e-4  # of the largest logit; both compute in float32
 
 
 def export_checkpoint(config: Trainer.Config, checkpoint: str | Path, out: str | Path) -> PreTrainedModel:
     """Write the model of a checkpoint in float32. Any number of processes may have saved the checkpoint.
+
+    The folder is written beside `out`, loaded, and renamed once its logits are those of torchtitan's model.
 
     Args:
         config: the configuration of the run, made by `with_kv_shift`.
@@ -35,60 +53,107 @@ def export_checkpoint(config: Trainer.Config, checkpoint: str | Path, out: str |
         The exported model, loaded from `out`.
 
     Raises:
-        ValueError: the checkpoint does not have the weights of this model.
+        ValueError: transformers has no equal of this model, the checkpoint does not have its weights, or the logits
+            differ. The message names what differs; no folder is written.
+        FileExistsError: `out` exists.
     """
     spec: Any = config.model_spec
+    out = Path(out)
+    if out.exists():
+        raise FileExistsError(f"out must be a new folder, got {out}, which exists")
+    target = hf_config(spec.model)
     with torch.device("meta"):
-        model = spec.model.build()
-    state = {name: torch.empty(x.shape, dtype=torch.float32) for name, x in model.state_dict().items()}
+        names = spec.model.build().state_dict()
+    state = {name: torch.empty(x.shape, dtype=torch.float32) for name, x in names.items()}
+    _refuse_unread(checkpoint, state)
     load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    expected = _logits(spec.model, state)
     converted = spec.state_dict_adapter(spec.model, None).to_hf(state)
+    check_tensors(target, {name: list(x.shape) for name, x in converted.items()}, str(checkpoint))
     with torch.device("meta"):
-        exported = AutoModelForCausalLM.from_config(hf_config(config), dtype=torch.float32)
-    missing = {name for name, _ in exported.named_parameters()} ^ set(converted)
-    if missing:
+        exported = AutoModelForCausalLM.from_config(target, dtype=torch.float32)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        exported.save_pretrained(partial, state_dict=converted)
+        del state, converted
+        written = AutoModelForCausalLM.from_pretrained(partial, dtype=torch.float32).eval()
+        _compare_logits(written, expected)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    written.name_or_path = written.config.name_or_path = str(out)
+    return written
+
+
+def _refuse_unread(checkpoint: str | Path, state: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if the model in the checkpoint has tensors that this one has not, or not in this shape."""
+    saved: Any = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    roots = {name.partition(".")[0] for name in state}
+    shapes = {name: tuple(x.size) for name, x in saved.items() if name.partition(".")[0] in roots}
+    expected = {name: tuple(x.shape) for name, x in state.items()}
+    different = sorted(name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name))
+    if different:
+        said = [f"{name} must be {expected.get(name, 'left out')}, got {shapes.get(name)}" for name in different[:3]]
+        raise ValueError(f"{checkpoint} must have the tensors of config: {'; '.join(said)}")
+
+
+def _rows(vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return random tokens and their positions in packed documents."""
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in _DOCUMENTS])
+    return torch.randint(vocabulary, positions.shape, generator=torch.Generator().manual_seed(0)), positions
+
+
+@torch.no_grad()
+def _logits(config: Any, state: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits of torchtitan's model on `_rows`, with SDPA in place of its kernels for GPUs."""
+    config = deepcopy(config)
+    tokens, positions = _rows(config.vocab_size)
+    for layer in config.layers:
+        attention = layer.attention
+        attention.rope = replace(attention.rope, max_seq_len=tokens.shape[1])
+        if type(attention.inner_attention) in (FlexAttention.Config, VarlenAttention.Config):
+            attention.inner_attention = _MaskedSDPA.Config()
+    with torch.device("meta"):
+        model = config.build()
+    model.load_state_dict(state, assign=True)
+    for module in model.modules():
+        if isinstance(module, RoPE):
+            module._init_self_buffers(buffer_device=torch.device("cpu"))
+    causal = and_masks(get_causal_mask_mod(), get_document_mask_mod(positions))
+    mask = create_block_mask(causal, len(tokens), None, tokens.shape[1], tokens.shape[1], device="cpu")
+    return model.eval()(tokens, positions=positions, attention_masks=mask)
+
+
+@torch.no_grad()
+def _compare_logits(written: PreTrainedModel, expected: Tensor) -> None:
+    tokens, positions = _rows(written.config.vocab_size)
+    found = written(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    difference, limit = (found - expected).abs().max().item(), _TOLERANCE * expected.abs().max().item()
+    if not difference <= limit:  # also if they are not finite
         raise ValueError(
-            f"{checkpoint} does not match the transformers model; names in only one of them: {sorted(missing)[:5]}"
+            f"the exported model must have the logits of torchtitan's, up to {limit:.1e}; they differ by "
+            f"{difference:.1e}"
         )
-    exported.save_pretrained(out, state_dict=converted)
-    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
 
 
-def hf_config(config: Trainer.Config) -> Any:
-    """Return the configuration of the same model in transformers, of type `kvshift_llama` or `kvshift_qwen3`."""
-    model: Any = config.model_spec.model  # type: ignore[union-attr]
-    layer = model.layers[0]
-    attention = layer.attention
-    fields: dict[str, Any] = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.dim,
-        "intermediate_size": layer.feed_forward.w1.out_features,
-        "num_hidden_layers": len(model.layers),
-        "num_attention_heads": attention.n_heads,
-        "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
-        "head_dim": attention.head_dim or model.dim // attention.n_heads,
-        "max_position_embeddings": attention.rope.max_seq_len,
-        "rms_norm_eps": model.norm.eps,
-        "rope_parameters": _rope_parameters(attention.rope),
-        "tie_word_embeddings": model.enable_weight_tying,
-        **attention.shift.options.as_fields(),
-    }
-    return KVShiftLlamaConfig(**fields) if isinstance(model, Llama3Model.Config) else QWEN3.config(**fields)
+class _MaskedSDPA(Module):
+    """torchtitan's inner attention, (batch, tokens, heads, head size), computed by SDPA with a dense mask."""
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """It has no options."""
 
-def _rope_parameters(rope: RoPE.Config) -> dict[str, Any]:
-    if rope.scaling == "none":
-        return {"rope_type": "default", "rope_theta": rope.theta}
-    if rope.scaling != "llama":
-        raise ValueError(f"rope.scaling must be none or llama to be written for transformers, got {rope.scaling!r}")
-    return {
-        "rope_type": "llama3",
-        "rope_theta": rope.theta,
-        "factor": rope.scaling_factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_position_embeddings,
-    }
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Any, scale: float | None, enable_gqa: bool
+    ) -> Tensor:
+        mask = create_mask(attention_masks.mask_mod, len(q), None, q.shape[1], k.shape[1], device=str(q.device))
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=enable_gqa).transpose(
+            1, 2
+        )
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.trainer import Trainer
 
-from kvshift.integrations.titan.hf_adapter import with_coefficients
+from kvshift.integrations.titan.hf_adapter import ShiftStateDictAdapter
 from kvshift.integrations.titan.shifted_gqa import find_shifts, shifted_attention
 from kvshift.layers.halo import Layout
 from kvshift.layers.options import ShiftOptions
@@ -58,7 +58,7 @@ def with_kv_shift(config: Trainer.Config, options: ShiftOptions = ShiftOptions()
         spec,
         parallelize_fn=_parallelize(spec.parallelize_fn),
         post_optimizer_build_fn=_prepare_optimizers(spec.post_optimizer_build_fn, clamp=options.constraint == "clamp"),
-        state_dict_adapter=with_coefficients(spec.state_dict_adapter),
+        state_dict_adapter=ShiftStateDictAdapter,
     )
     return config
 

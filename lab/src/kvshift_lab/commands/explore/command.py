@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import kvshift
-from kvshift.models.registration import auto_class
 from kvshift.models.retrofit import FAMILIES
 from kvshift_lab.commands.explore.explorer_model import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift_lab.commands.explore.options import ExploreConfig
@@ -107,8 +105,7 @@ def _make(config: ExploreConfig) -> None:
 def _load(name: str, folder: str, tokenizer: Any) -> Any:
     """Load a model in float32, the precision of the WebAssembly runtime."""
     model = load_weights(folder, dtype="float32", device="cpu", attn_implementation="eager")
-    known = {kind for family in FAMILIES for pair in family.models.items() for kind in pair}
-    known = {kind for kind in known if auto_class(kind) is AutoModelForCausalLM}
+    known = {kind for family in FAMILIES for pair in family.models.items() for kind in pair if kind.can_generate()}
     if type(model) not in known:
         names = ", ".join(sorted(kind.__name__ for kind in known))
         raise LabError(f"model: {name} is a {type(model).__name__}, which cannot be exported; these can: {names}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from kvshift.layers import ShiftOptions
+from kvshift import ShiftOptions
 from kvshift.models.retrofit import add_kv_shift
 from kvshift_lab.commands.retrofit.options import RetrofitOptions
 from kvshift_lab.core.atomic import new_folder
