@@ -15,7 +15,7 @@ from kvshift_lab.run import callbacks, progress
 from kvshift_lab.run.callbacks import Evaluation, Progress
 from kvshift_lab.run.train_task import train_task
 
-from .test_task_training import tiny
+from .test_train_task import tiny
 
 
 class Terminal(io.StringIO):
