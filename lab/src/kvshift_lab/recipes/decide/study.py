@@ -151,12 +151,12 @@ def plot(records: Sequence[Record]) -> Figure:
     labels = ["attention", *["nats per token"] * 3] * len(onset.depths)
     figure, panels = new_figure(titles, ylabels=labels, columns=len(names), height=2.2)
     for row, layers in enumerate(onset.depths):
-        ours, theirs = pair(layers=layers)
+        shifted, vanilla = pair(layers=layers)
         for column, name in enumerate(names):
             axes = panels[row * len(names) + column]
             if row > 0:
                 axes.sharey(panels[column])
-            draw_onset(axes, onset, {ours: "KV-shift", theirs: "vanilla"}, name)
+            draw_onset(axes, onset, {shifted: "KV-shift", vanilla: "vanilla"}, name)
     for axes in panels[:: len(names)]:
         draw_copying_level(axes)
     legend_below(figure, f"{INTERVALS}; losses of positions from 64 on")
