@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from kvshift.layers import KVShift, ShiftOptions
@@ -119,6 +120,11 @@ def register(family: Family) -> None:
     """Register a family's classes where transformers and its neighbours look models up."""
     (stock, *_) = family.models
     register_model_type(family.config, family.models.values(), like=stock.config_class.model_type)
+    # The names of weights that transformers converts on loading, and back on saving: it does so by the name of a class.
+    for plain, with_shift in family.models.items():
+        conversions = get_checkpoint_conversion_mapping(plain.__name__)
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(with_shift.__name__, conversions, overwrite=True)
 
 
 def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) -> Any:
