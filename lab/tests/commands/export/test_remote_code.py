@@ -20,7 +20,7 @@ from kvshift_lab.cli import main
 from kvshift_lab.commands.export.comparison import compute
 from kvshift_lab.commands.export.remote_code import FILE, check_folder, require_known, write_code
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.runs.loading import load_weights
+from kvshift_lab.run.loading import load_weights
 from kvshift_lab.variants.by_name import find_variant
 from tests.models.llama.tiny import SIZES
 from tests.models.retrofit.tiny_families import FAMILIES as TINY

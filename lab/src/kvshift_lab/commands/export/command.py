@@ -18,7 +18,7 @@ from kvshift_lab.commands.retrofit.command import encode_prompts, require_finite
 from kvshift_lab.core.atomic import new_folder
 from kvshift_lab.core.errors import RunFailedError, require_new
 from kvshift_lab.core.messages import log
-from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved
+from kvshift_lab.run.loading import MODEL_FILE_ERRORS, load_as_saved
 
 _log = partial(log, command="export")
 

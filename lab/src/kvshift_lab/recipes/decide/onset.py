@@ -18,11 +18,11 @@ from kvshift_lab.analysis.learning import StepsToLevel, compare_steps, steps_to_
 from kvshift_lab.analysis.tables import as_markdown
 from kvshift_lab.core.statistics import t_interval
 from kvshift_lab.recipes.language_models.settings import WIKI
+from kvshift_lab.run.probes import KINDS
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import Arm, layers_text, pair
 from kvshift_lab.study.claims import Claim, higher, lower_loss, question, sooner
 from kvshift_lab.study.recipe import Record, accuracy_curve, by_arm, last_loss, value_at
-from kvshift_lab.training.probes import KINDS
-from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 
 LEVEL = 0.2
 """Prefix matching of the best head from which on a model counts as copying."""

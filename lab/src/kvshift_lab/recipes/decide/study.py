@@ -20,12 +20,12 @@ from kvshift_lab.recipes.decide.onset import (
     draw_onset,
     mean_text,
 )
+from kvshift_lab.run.probes import KINDS
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import layers_text, pair
 from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss, question
 from kvshift_lab.study.jobs import TextJob, pairs_of_depths
 from kvshift_lab.study.recipe import Recipe, Record, last_loss, without_tuning_runs
-from kvshift_lab.training.probes import KINDS
-from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.variants.model_config import ModelConfig
 
 MARGIN = 0.01

@@ -11,6 +11,7 @@ from kvshift_lab.analysis.accuracy import draw_curves
 from kvshift_lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift_lab.recipes.fig04 import ENTRY
 from kvshift_lab.recipes.language_models.settings import LARGE, TABLES, GridPoint, Setting, arm_job, loss_claim
+from kvshift_lab.run.train_config import OptimizerConfig
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, higher, not_testable, sign_test
 from kvshift_lab.study.jobs import StudyJob
@@ -23,7 +24,6 @@ from kvshift_lab.study.recipe import (
     has_diverged,
     paired_losses,
 )
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS
 
 PAPER_RATES = (1e-4, 2e-4, 1e-3, 1e-2)

@@ -17,14 +17,14 @@ from kvshift_lab.analysis.accuracy import draw_curves
 from kvshift_lab.analysis.panels import legend_below, new_figure
 from kvshift_lab.core.statistics import t_interval
 from kvshift_lab.recipes.fig08 import ENTRY
+from kvshift_lab.run.task_trainer import score
+from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.claims import Claim, Direction, higher, percent, points, question
 from kvshift_lab.study.jobs import MeasuredJob
 from kvshift_lab.study.recipe import Recipe, Record, by_arm
 from kvshift_lab.tasks import HopConfig, HopTask, evaluation_batches
-from kvshift_lab.training.task_trainer import score
-from kvshift_lab.training.task_training import TaskTrainConfig
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, with_variant
 from kvshift_lab.variants.small_gpt2 import GPT2Options
 

@@ -13,6 +13,8 @@ from kvshift_lab.analysis.accuracy import draw_accuracy
 from kvshift_lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
 from kvshift_lab.analysis.panels import legend_below, new_figure
 from kvshift_lab.recipes.fig09 import ENTRY
+from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_task import TaskTrainConfig, task_of
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.claims import Claim, Direction, percent, points, within
 from kvshift_lab.study.jobs import TrainingJob
@@ -20,8 +22,6 @@ from kvshift_lab.study.models import paper_proportions
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
 from kvshift_lab.study.tuning import reached_soonest
 from kvshift_lab.tasks import NGramConfig
-from kvshift_lab.training.task_training import TaskTrainConfig, task_of
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 SCORED = "new"

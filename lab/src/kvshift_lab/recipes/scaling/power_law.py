@@ -18,6 +18,7 @@ from kvshift_lab.analysis.scaling import Interval, PowerLaw, fit_power_law
 from kvshift_lab.core.statistics import difference_interval, verdict
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.recipes.language_models.settings import LARGE, WIKI
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import Arm, layers_text
 from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss
 from kvshift_lab.study.cost import count_parameters
@@ -26,7 +27,6 @@ from kvshift_lab.study.jobs import StudyJob
 from kvshift_lab.study.models import llama_config_from_record
 from kvshift_lab.study.notes import read_notes
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
-from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS, with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 

@@ -13,6 +13,9 @@ from kvshift_lab.analysis.accuracy import draw_accuracy, draw_shares
 from kvshift_lab.analysis.colors import colors_of
 from kvshift_lab.analysis.panels import legend_below, new_figure
 from kvshift_lab.recipes.tab04 import ENTRY
+from kvshift_lab.run.answers import answer_accuracy
+from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.claims import Claim, higher, not_testable, percent, points
 from kvshift_lab.study.jobs import MeasuredJob
@@ -20,9 +23,6 @@ from kvshift_lab.study.models import paper_proportions
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift_lab.tasks import IGSMConfig
 from kvshift_lab.tasks.igsm import IGSMTask
-from kvshift_lab.training.answers import answer_accuracy
-from kvshift_lab.training.task_training import TaskTrainConfig
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 MODELS = {arm.label: arm for arm in pair()}
