@@ -17,10 +17,10 @@ from torch import Tensor
 from kvshift.ops.memory import PLAIN_TENSOR_TYPES, is_lazy, unreadable_reason
 from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
-from kvshift.ops.triton.call import triton_unsupported_reason
+from kvshift.ops.triton.call import has_triton, triton_unsupported_reason
 from kvshift.ops.triton.compiled_launch import CompiledLaunch, geometry
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_SIZE = 1024  # of a head, in one program of one warp
 _MAX_ROWS = 2**31 - 1
 
@@ -95,7 +95,7 @@ class NextToken:
         q_gain, k_gain, self.eps = gains
         self.state, self.tensors, self.dtype = state, (alpha, beta, q_gain, k_gain), q.dtype
         refusal = triton_unsupported_reason(q, 2)
-        if refusal is not None or q.dtype not in DTYPES:
+        if refusal is not None or q.dtype not in _DTYPES:
             raise ValueError(refusal or f"the kernel of the next token does not support {q.dtype}")
         if size % 2 or max(size, v_size) > _MAX_SIZE:
             raise ValueError(f"heads must be of an even size up to {_MAX_SIZE}, got {size} and {v_size}")
@@ -221,6 +221,11 @@ class NextToken:
             "num_warps": 1,
         }
         self._launch = CompiledLaunch(kernel(), (heads + 2 * kv_heads, batch), (), constants, self._device)
+
+
+def next_token_dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes of tokens that the kernel takes; none without Triton."""
+    return _DTYPES if has_triton() else ()
 
 
 def _problem(x: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None, device: torch.device) -> str | None:
