@@ -75,9 +75,9 @@ class ShiftedGeneration:
         what `crop` needs after rejected drafts, and that is never static.
         """
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        given = kwargs.get(CACHE)
-        if given is not None and inputs.get(CACHE) is None and empty_shift_cache(given):
-            inputs[CACHE] = given
+        cache = kwargs.get(CACHE)
+        if cache is not None and inputs.get(CACHE) is None and empty_shift_cache(cache):
+            inputs[CACHE] = cache
         return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
