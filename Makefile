@@ -65,7 +65,7 @@ test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an envi
 
 .PHONY: smollm
 smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it
-	@.venv/bin/python -m kvshift_lab.runs.smollm2
+	@.venv/bin/python -m kvshift_lab.run.smollm2
 	@$(filter-out OMP_NUM_THREADS=1 LOKY_MAX_CPU_COUNT=1,$(TEST_ENV)) .venv/bin/python -m pytest -q -m pretrained $(ARGS)
 
 .PHONY: test-gpu

@@ -179,6 +179,8 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
             self.keys = keys.gather(2, order.expand_as(keys))[:, :, latest]
             self.values = values.gather(2, order.expand_as(values))[:, :, latest]
             self.to_compact, self.is_compacted = None, True
+        if not self.record_past:
+            return keys, values
         visible = self.sliding_window - 1 + key_states.shape[-2]  # transformers 5.16 returns all recorded
         return keys[:, :, -visible:], values[:, :, -visible:]
 

@@ -31,10 +31,10 @@ from kvshift_lab.commands.retrofit.command import encode_prompts
 from kvshift_lab.core.atomic import new_folder, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log
-from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, check_tokenizer, load_tokenizer, load_weights
-from kvshift_lab.runs.model_files import locate
-from kvshift_lab.training.callbacks import coefficients
-from kvshift_lab.training.head_scores import RepeatConfig, measure_heads, sequences_for
+from kvshift_lab.run.callbacks import coefficients
+from kvshift_lab.run.head_scores import RepeatConfig, measure_heads, sequences_for
+from kvshift_lab.run.loading import MODEL_FILE_ERRORS, check_tokenizer, load_tokenizer, load_weights
+from kvshift_lab.run.model_files import locate
 
 _log = partial(log, command="explore")
 

@@ -33,7 +33,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvshift import ShiftState
 from kvshift.models.extending import CACHE, ShiftDynamicLayer, create_masks
-from kvshift_lab.commands.export.remote_code import largest_difference, left_padded
+from kvshift_lab.commands.export.comparison import largest_difference, left_padded
 from kvshift_lab.core.errors import RunFailedError, install_command, require_importable
 
 Format = Literal["onnx", "pt2"]

@@ -16,7 +16,7 @@ from kvshift_lab.commands.retrofit.options import RetrofitOptions
 from kvshift_lab.core.atomic import new_folder
 from kvshift_lab.core.errors import LabError, RunFailedError, require_new
 from kvshift_lab.core.messages import log
-from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved, load_weights
+from kvshift_lab.run.loading import MODEL_FILE_ERRORS, load_as_saved, load_weights
 
 _log = partial(log, command="retrofit")
 
