@@ -47,9 +47,14 @@ test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp
 	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/ops/triton/test_compiled.py $(ARGS)
 
+# PEFT, accelerate, TRL and lm-eval come after the check of what is installed without them; with NEIGHBOURS=newest also in
+# versions that pyproject.toml does not allow yet.
 .PHONY: test-newest
-test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install . ./lab` installs
+test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install . ./lab` installs, then with the newest of other packages
 	@.venv-newest/bin/python -P lab/tests/installed.py $(abspath .venv-oldest/bin/python)
+	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check '.[trl]' './lab[eval]' $(if $(filter newest,$(NEIGHBOURS)),&& \
+		.venv-newest/bin/python -m pip install -qq --disable-pip-version-check --upgrade accelerate lm-eval peft trl)
+	@.venv-newest/bin/python -P -W ignore lab/tests/neighbours.py
 
 .PHONY: test-ray
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
@@ -65,7 +70,7 @@ test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an envi
 
 .PHONY: smollm
 smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it
-	@.venv/bin/python -m kvshift_lab.runs.smollm2
+	@.venv/bin/python -m kvshift_lab.run.smollm2
 	@$(filter-out OMP_NUM_THREADS=1 LOKY_MAX_CPU_COUNT=1,$(TEST_ENV)) .venv/bin/python -m pytest -q -m pretrained $(ARGS)
 
 .PHONY: test-gpu

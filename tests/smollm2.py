@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-# Where `make smollm` writes it: kvshift_lab.runs.smollm2.cache_folder.
+# Where `make smollm` writes it: kvshift_lab.run.smollm2.cache_folder.
 FOLDER = Path(
     os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kvshift", "smollm2-135m-instruct"
 ).expanduser()

@@ -56,6 +56,7 @@ def test_the_lab_needs_the_library_of_its_own_version():
     assert lab["version"] == kvshift.__version__
     assert lab["dependencies"][0] == f"kvshift=={kvshift.__version__}"
     assert lab["urls"]["Repository"] == ADDRESS
+    assert (ROOT / "lab/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert [lab[name] for name in ("license", "authors", "requires-python")] == [
         library[name] for name in ("license", "authors", "requires-python")
     ]

@@ -25,12 +25,12 @@ from transformers import PreTrainedTokenizerFast
 
 from kvshift_lab.core.messages import log
 from kvshift_lab.recipes.fig01a import study
-from kvshift_lab.runs.loading import load_tokenizer, load_weights
+from kvshift_lab.run.callbacks import coefficients
+from kvshift_lab.run.head_scores import RepeatConfig, measure_heads, shares
+from kvshift_lab.run.loading import load_tokenizer, load_weights
+from kvshift_lab.run.train_task import train_task
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.records import read_records
-from kvshift_lab.training.callbacks import coefficients
-from kvshift_lab.training.head_scores import RepeatConfig, measure_heads, shares
-from kvshift_lab.training.task_training import train_task
 
 FOLDERS = {"vanilla": "without", "kv-shift": "with"}
 RECORDS = Path("results/induction/laptop.jsonl")

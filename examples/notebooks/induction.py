@@ -28,9 +28,9 @@ import torch
 from kvshift import param_groups
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift_lab.analysis.maps import map_attention, map_coefficients
-from kvshift_lab.training.callbacks import coefficients
-from kvshift_lab.training.head_scores import attention_maps, measure_heads
-from kvshift_lab.training.repeat_config import RepeatConfig
+from kvshift_lab.run.callbacks import coefficients
+from kvshift_lab.run.head_scores import attention_maps, measure_heads
+from kvshift_lab.run.repeat_config import RepeatConfig
 
 STEPS = 150
 VOCABULARY = 64

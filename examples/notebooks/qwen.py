@@ -28,9 +28,9 @@ from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 from kvshift_lab.analysis.maps import map_coefficients
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.sources import load_documents, texts
-from kvshift_lab.training.callbacks import coefficients
-from kvshift_lab.training.head_scores import measure_heads
-from kvshift_lab.training.repeat_config import RepeatConfig
+from kvshift_lab.run.callbacks import coefficients
+from kvshift_lab.run.head_scores import measure_heads
+from kvshift_lab.run.repeat_config import RepeatConfig
 
 MODEL = "Qwen/Qwen3-0.6B"  # or a Llama, Mistral, Qwen2, Gemma 3, GPT-NeoX, Phi-3 or GPT-2; or a folder
 STEPS, ROWS, LENGTH = 60, 4, 256

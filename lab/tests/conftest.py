@@ -10,7 +10,7 @@ import datasets
 import datasets.config
 import pytest
 
-from kvshift_lab.training.train import train
+from kvshift_lab.run.train import train
 
 from .generation_cases import save_model, tokenizer
 from .run_cases import tiny, write_corpus

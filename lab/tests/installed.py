@@ -9,8 +9,8 @@ script with a traceback:
 - `kvshift check` passes for KVShiftLlama, Baichuan-M1 and every retrofitted family, three of them through the command;
 - all of them generate the same tokens with a cache as without;
 - every code block of docs/tutorial.md runs after the installation that the page describes;
-- a model written by `kvshift export --remote-code` computes the same in the other environment, without this package,
-  and a model written there computes the same here.
+- a model written by `kvshift export --remote-code` computes the same in the other environment, and a model written
+  there computes the same here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ import transformers
 import kvshift
 from kvshift_lab.check import check_model
 from kvshift_lab.check.stock_models import GROUPS, build_stock
-from kvshift_lab.commands.export.remote_code import check_folder, compute, write_code
+from kvshift_lab.commands.export.comparison import compute
+from kvshift_lab.commands.export.remote_code import check_folder, write_code
 
 ROOT = Path(__file__).parents[2]
 OURS = GROUPS["With KV shift"]

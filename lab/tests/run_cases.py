@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvshift_lab.data.config import DataConfig
-from kvshift_lab.training.train_config import TrainConfig
+from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.variants.model_config import ModelConfig
 
 TIMES = ("seconds", "step_seconds", "peak_memory_bytes")

@@ -18,7 +18,8 @@ from kvshift_lab import cli
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.recipes import catalogue
 from kvshift_lab.recipes.catalogue import CATALOGUE
-from kvshift_lab.runs.run import read_run
+from kvshift_lab.run.finished import read_run
+from kvshift_lab.run.train_task import TaskTrainConfig, train_task
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, percent
 from kvshift_lab.study.entry import Entry, Preset
@@ -29,7 +30,6 @@ from kvshift_lab.tasks import Batch, concatenate, make_task
 from kvshift_lab.tasks.batch import IGNORED
 from kvshift_lab.tasks.option_checks import check_at_least, check_batch_size
 from kvshift_lab.tasks.registry import TASKS
-from kvshift_lab.training.task_training import TaskTrainConfig, train_task
 from kvshift_lab.variants.by_name import VARIANTS, VariantEntry
 from kvshift_lab.variants.model_classes import prepend_class
 from kvshift_lab.variants.model_config import ModelConfig

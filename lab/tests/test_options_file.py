@@ -13,7 +13,7 @@ from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.options_file import parse
-from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.variants.model_config import ModelConfig
 
 YAML = """

@@ -43,7 +43,10 @@ def test_prompt_and_next_token(name):
         found = utils.get_leaf_tensors(export(part, inputs)(**tensors(inputs)))
         assert sorted(found) == sorted(expected)
         for leaf, value in expected.items():
-            torch.testing.assert_close(found[leaf], value, msg=lambda text, leaf=leaf: f"{leaf}: {text}")
+            kept = found[leaf]
+            if leaf.endswith((".keys", ".values")):  # a program keeps more than an attention window, as of stock models
+                kept = kept[:, :, -value.shape[2] :]
+            torch.testing.assert_close(kept, value, msg=lambda text, leaf=leaf: f"{leaf}: {text}")
 
 
 def test_a_program_refuses_documents_that_its_cache_would_not_keep_apart():

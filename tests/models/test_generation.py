@@ -128,3 +128,9 @@ def test_phi3_passes_the_length_at_which_it_drops_its_cache(how: dict):
     torch.testing.assert_close(result.sequences[:, 12:], expected, rtol=0, atol=0)
     if "static" in str(how):
         assert isinstance(result.past_key_values, StaticCache)
+
+
+def test_embeddings_in_place_of_ids(model):
+    ids = random_tokens(2, 5)
+    embedded = model.generate(inputs_embeds=model.get_input_embeddings()(ids), do_sample=False, max_new_tokens=6)
+    torch.testing.assert_close(embedded, new_tokens_of(model, ids, max_new_tokens=6), rtol=0, atol=0)

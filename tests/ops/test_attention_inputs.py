@@ -57,8 +57,8 @@ def taken(monkeypatch) -> list[str]:
     """The paths that calls of `shift_norm_rope` take, except those of the reference."""
     paths = []
 
-    def record(call: Any, real: Callable = attention_inputs.fused_path) -> str:
-        path = real(call)
+    def record(*call: Any, real: Callable = attention_inputs.fused_path) -> str:
+        path = real(*call)
         paths.extend([path] if path != "reference" else [])
         return path
 

@@ -16,5 +16,5 @@ def test_50_steps_have_the_losses_of_kvshift_train(tmp_path):
     fork_workers(1, checkpoint_worker.main, tmp_path, "losses", {}, **address())
     found = json.loads((tmp_path / "losses.json").read_text())
     assert len(found) == 50
-    # Half of the tolerance of 1e-4 between the two; lab/tests/training/test_fifty_steps.py checks the other half.
+    # Half of the tolerance of 1e-4 between the two; lab/tests/run/test_fifty_steps.py checks the other half.
     torch.testing.assert_close(found, recorded_steps()["losses"], rtol=0, atol=5e-5)

@@ -137,7 +137,7 @@ class RecordedRows(PackedRows):
 
 
 def recorded_steps() -> dict[str, Any]:
-    """Return 50 recorded steps of `kvshift train`; see `lab/tests/training/fifty_steps.py`."""
+    """Return 50 recorded steps of `kvshift train`; see `lab/tests/run/fifty_steps.py`."""
     return json.loads(Path(__file__).with_name("fifty_steps.json").read_text())
 
 

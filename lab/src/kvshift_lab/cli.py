@@ -48,8 +48,8 @@ _COMMANDS = {
     ),
     "train": _Command(
         "Train a language model on text",
-        "kvshift_lab.training.train_config:TrainConfig",
-        "kvshift_lab.training.train:train",
+        "kvshift_lab.run.train_config:TrainConfig",
+        "kvshift_lab.run.train:train",
         "kvshift train --out runs/mine --data.corpus 'texts/*.txt' --steps 1000",
         first=(
             "out",

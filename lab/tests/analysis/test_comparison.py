@@ -9,7 +9,7 @@ from kvshift_lab.analysis.comparison import legend, summarize, table
 from kvshift_lab.analysis.report import read_paired_runs
 from kvshift_lab.analysis.tables import as_markdown, as_text
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.runs.run import read_run
+from kvshift_lab.run.finished import read_run
 
 from .run_folders import write_pair, write_run
 

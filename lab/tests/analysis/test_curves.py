@@ -12,7 +12,7 @@ from kvshift_lab.analysis.curves import plot_coefficients, plot_curves, plot_lea
 from kvshift_lab.analysis.panels import INTERVALS
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.statistics import t_interval
-from kvshift_lab.runs.run import read_run
+from kvshift_lab.run.finished import read_run
 
 from .run_folders import write_pair, write_run
 

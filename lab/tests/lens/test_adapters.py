@@ -20,8 +20,8 @@ from transformers import (
 from kvshift import ShiftOptions
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift
-from kvshift_lab.training.head_scores import attention_scores, measure_heads, sequences_for
-from kvshift_lab.training.repeat_config import RepeatConfig
+from kvshift_lab.run.head_scores import attention_scores, measure_heads, sequences_for
+from kvshift_lab.run.repeat_config import RepeatConfig
 
 pytest.importorskip("transformer_lens", reason="needs the package transformer-lens")
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kvshift_lab.recipes.cfg import study as cfg
+from kvshift_lab.run.train_task import task_options
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.recipe import Record
 from kvshift_lab.tasks import CFG3F, CFG3S, CFGTask
 from kvshift_lab.tasks.streams import evaluation_batches
-from kvshift_lab.training.task_training import task_options
 
 from ..study.cases import made_up
 

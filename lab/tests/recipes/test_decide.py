@@ -9,10 +9,10 @@ import pytest
 
 from kvshift_lab.core.options import to_json
 from kvshift_lab.recipes.decide import study as decide
+from kvshift_lab.run.probes import KINDS
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim
 from kvshift_lab.study.recipe import Record
-from kvshift_lab.training.probes import KINDS
 
 from ..study.cases import made_up
 

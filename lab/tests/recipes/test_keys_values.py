@@ -7,8 +7,8 @@ from dataclasses import replace
 from kvshift_lab.core.options import to_json
 from kvshift_lab.recipes.keys_values import study
 from kvshift_lab.recipes.keys_values.study import ARMS, RECIPE
+from kvshift_lab.run.probes import KINDS
 from kvshift_lab.study.recipe import Record
-from kvshift_lab.training.probes import KINDS
 
 from ..study.cases import directions, made_up
 

@@ -10,10 +10,10 @@ import pytest
 
 from kvshift_lab.core.options import to_json
 from kvshift_lab.recipes.decide.onset import BASE, LEVEL, InductionOnset
+from kvshift_lab.run.probes import KINDS
+from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.recipe import Record
-from kvshift_lab.training.probes import KINDS
-from kvshift_lab.training.train_config import TrainConfig
 
 from ..study.cases import made_up
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvshift_lab.recipes.tab04 import study as tab04
+from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import arm_from_label
 from kvshift_lab.study.recipe import Record
 from kvshift_lab.tasks import IGSMConfig
 from kvshift_lab.tasks.igsm import IGSMTask
-from kvshift_lab.training.task_training import TaskTrainConfig
 from kvshift_lab.variants.model_config import ModelConfig
 
 from ..study.cases import made_up, ran

@@ -15,13 +15,13 @@ import torch
 from matplotlib.figure import Figure
 
 from kvshift_lab.core.errors import LabError
+from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.study.arm import Arm, arm_from_label
 from kvshift_lab.study.claims import Direction
 from kvshift_lab.study.entry import Entry, Preset
 from kvshift_lab.study.recipe import Job, Recipe, Record
 from kvshift_lab.study.records import record_of
 from kvshift_lab.study.sweep_progress import last_step
-from kvshift_lab.training.callbacks import InterruptedRunError
 
 HARDWARE = {"device": "cpu", "cpu": "abacus", "cores": 2, "threads": 1}
 

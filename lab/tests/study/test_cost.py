@@ -11,8 +11,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM, size_config
+from kvshift_lab.run.optimizer import recompute_activations
 from kvshift_lab.study.cost import count_parameters, training_flops, training_memory
-from kvshift_lab.training.optimizer import recompute_activations
 from tests.covering import covering
 from tests.models.llama.tiny import SIZES as SMALL
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvshift_lab.core.errors import LabError
+from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.study.sweep import _gpu_share, sweep
-from kvshift_lab.training.callbacks import InterruptedRunError
 
 from .cases import Counting, runs
 

@@ -18,7 +18,8 @@ from kvshift_lab.core.errors import FolderInUseError, LabError
 from kvshift_lab.recipes import results_pages
 from kvshift_lab.recipes.catalogue import find_recipe
 from kvshift_lab.recipes.mqar import study as mqar
-from kvshift_lab.runs.folder import RunFolder
+from kvshift_lab.run.callbacks import InterruptedRunError
+from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.study import jobs as kinds
 from kvshift_lab.study import run_study
 from kvshift_lab.study.arm import Arm
@@ -26,7 +27,6 @@ from kvshift_lab.study.jobs import TrainingJob
 from kvshift_lab.study.recipe import Job, Record
 from kvshift_lab.study.records import RecordStore, read_records, write_records
 from kvshift_lab.study.run_study import job_folder
-from kvshift_lab.training.callbacks import InterruptedRunError
 
 from .cases import Counting, counting_recipe, made_up, runs
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from joblib.externals.loky import get_reusable_executor
 
+from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.study.sweep import sweep
-from kvshift_lab.training.callbacks import InterruptedRunError
 
 from .cases import Counting, runs
 

@@ -11,7 +11,7 @@ import pytest
 from kvshift_lab.analysis.colors import colors_of
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import to_json
-from kvshift_lab.training.train_config import TrainConfig, config_hash
+from kvshift_lab.run.train_config import TrainConfig, config_hash
 from kvshift_lab.variants.by_name import (
     VARIANTS,
     find_variant,

@@ -18,12 +18,12 @@ from transformers import DynamicCache
 
 from kvshift import ShiftState
 from kvshift.models.versions import CACHE
-from kvshift_lab.variants.attention_mixin import TokenMixing
 from kvshift_lab.variants.building import build_model, describe
 from kvshift_lab.variants.by_name import find_variant, with_variant
 from kvshift_lab.variants.fox_shift import FoXShift
 from kvshift_lab.variants.key_offset import KeyOffset
 from kvshift_lab.variants.model_config import ModelConfig
+from kvshift_lab.variants.token_mixing import TokenMixing
 from kvshift_lab.variants.uncached import decodes_with_cache
 from tests.covering import covering
 from tests.models.llama import checks

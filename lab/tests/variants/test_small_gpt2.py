@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from kvshift import KVShift
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.runs.loading import load_weights
+from kvshift_lab.run.loading import load_weights
 from kvshift_lab.tasks import HopConfig, HopTask
 from kvshift_lab.variants.building import build_model, describe
 from kvshift_lab.variants.small_gpt2 import GPT2Options, LabGPT2

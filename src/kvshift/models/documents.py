@@ -100,6 +100,22 @@ def create_masks(
     return {**of_scores, "padding": padding, "documents": documents, "offsets": offsets}
 
 
+def create_token_masks(
+    inputs_embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, **named: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Create the masks of `create_masks` for a call without a cache, except "attention", which is None.
+
+    Args:
+        attention_mask: (B, T), 1 on tokens and 0 on padding.
+        named: seq_idx and cu_seq_lens, as in `document_index`.
+    """
+    batch, positions = inputs_embeds.shape[:2]
+    padding = padding_mask(attention_mask, positions)
+    documents = document_index(batch, positions, padding, position_ids=position_ids, **named)
+    offsets = None if documents is None else document_offsets(documents, 0, None)
+    return {"attention": None, "padding": padding, "documents": documents, "offsets": offsets}
+
+
 def _require_keys_of_cache(attention_mask: Tensor, cache: Cache | None) -> None:
     """Raise a ValueError if a 4D mask does not have as many keys as the queries see in each layer of the cache."""
     for i in range(0 if cache is None else len(cache.layers)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from kvshift.models.cache import empty_shift_cache, ensure_shift_cache
@@ -68,6 +70,7 @@ class ShiftedGeneration:
             if generation_config.is_assistant:  # transformers did so on the replaced layers only
                 model_kwargs[CACHE].activate_past_recording()
 
+    @wraps(GenerationMixin.prepare_inputs_for_generation, assigned=(), updated=())  # `generate` reads its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs as transformers does. A cache that the family drops is emptied instead, and stays in use.
 
@@ -77,6 +80,8 @@ class ShiftedGeneration:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         given = kwargs.get(CACHE)
         if given is not None and inputs.get(CACHE) is None and empty_shift_cache(given):
+            if "next_sequence_length" in kwargs:  # all tokens, of which transformers 5.16 takes only the last
+                inputs = super().prepare_inputs_for_generation(*args, **kwargs | {"next_sequence_length": None})  # type: ignore[misc]
             inputs[CACHE] = given
         return inputs
 

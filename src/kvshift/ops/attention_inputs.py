@@ -5,7 +5,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import torch
@@ -15,12 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops.arguments import Call, Norms
 from kvshift.ops.decode import CoefficientCache, next_token
-from kvshift.ops.dispatch import FusedPath, fused_path, gain_and_epsilon, is_compiling_training
+from kvshift.ops.dispatch import (
+    FusedPath,
+    fused_path,
+    gain_and_epsilon,
+    is_compiling_training,
+    launch_key,
+)
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import check_call, shift_keys_values, shift_tokens, unpack_state, with_plan
 from kvshift.ops.state import ShiftState
-from kvshift.ops.triton.call import shift_triton
+from kvshift.ops.triton.call import shift_triton, was_launched
 
 Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
 
@@ -72,19 +78,21 @@ def shift_norm_rope(
         q, k, v, alpha, beta, k_state, v_state, cos, sin, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask,
         norms=norms, gamma=gamma, q_state=q_state, max_rows=max_rows if keep_state else 0, backend=backend,
     )  # fmt: skip
-    path = fused_path(call)
-    return next_token(call, coefficient_cache or CoefficientCache()) if path == "next token" else run(path, call)
+    key = launch_key(call)
+    path = fused_path(call, key)
+    return next_token(call, coefficient_cache or CoefficientCache()) if path == "next token" else run(path, call, key)
 
 
-def run(path: FusedPath, call: Call) -> Results:
+def run(path: FusedPath, call: Call, key: Hashable | None = None) -> Results:
     """Run `shift_norm_rope` on a path that has been chosen, other than "next token"."""
     if path == "launch":
-        return _launch(call)
+        return _launch(call, key)
     return _unfused(call, _finish_by_loops if path == "reference" else _finish)
 
 
-def _launch(call: Call) -> Results:
-    check_call(call)
+def _launch(call: Call, key: Hashable | None) -> Results:
+    if not was_launched(key):
+        check_call(call)
     if call.window() == 1:
         call = call._replace(max_rows=0)
     (q_scale, eps), (k_scale, _) = map(gain_and_epsilon, call.norms or (None, None))
@@ -100,7 +108,7 @@ def _launch(call: Call) -> Results:
             cast(Tensor, call.v),
         )
     else:
-        q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(given))
+        q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(given, key))
     if call.max_rows == 0:
         return q_hat, k_hat, v_hat, None
     return q_hat, k_hat, v_hat, ShiftState(next_rows[0], next_rows[1], call.rows_to_keep())
@@ -145,9 +153,10 @@ def _shift_queries(q: Tensor, gamma: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 def _half_tables(call: Call) -> Rotary:
     """Return the rotary tables in the form that the kernels read, (L, T, D/2)."""
-    cos, sin = (table.squeeze(2) for table in cast(Rotary, call.rotary()))
-    half = call.k.shape[3] // 2
-    return (cos, sin) if cos.shape[-1] == half else (cos[..., :half], sin[..., half:])  # the first half is negated
+    (cos, sin), half = cast(Rotary, call.rotary()), call.k.shape[3] // 2
+    if cos.shape[-1] == half:
+        return cos.squeeze(2), sin.squeeze(2)
+    return cos[:, :, 0, :half], sin[:, :, 0, half:]  # the first half is negated
 
 
 def _finish(

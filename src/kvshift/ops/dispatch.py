@@ -8,6 +8,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable
 from typing import Any, Literal, cast
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from kvshift.ops.arguments import Call
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
-from kvshift.ops.memory import PLAIN_TENSOR_TYPES, unreadable_reason
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES, is_lazy, unreadable_reason
 from kvshift.ops.torch_ops import is_exporting, needs_traceable_ops
-from kvshift.ops.triton.call import triton_unsupported_reason
+from kvshift.ops.triton.call import triton_unsupported_reason, was_launched
+from kvshift.ops.triton.compiled_launch import geometry
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # the meaning of "auto" in this process
@@ -40,6 +42,40 @@ def choose_backend(backend: str) -> str:
         if value not in BACKENDS:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, BACKENDS))}; got {value!r}")
     return _AUTO if backend == "auto" else backend
+
+
+def launch_key(call: Call) -> Hashable | None:
+    """Return all that decides how the Triton kernels compute a call, apart from the addresses of its tensors.
+
+    Checking a small call takes as long as launching it. Calls with equal keys need not be checked again. None if the
+    call cannot be launched, or not without looking further: it has boundaries, or tensors that are not plain or lazy.
+    """
+    k, norms = call.k, call.norms
+    if (
+        type(k) not in PLAIN_TENSOR_TYPES
+        or triton_unsupported_reason(k, 1) is not None
+        or not call.cu_seqlens is call.seq_idx is call.mask is call.gamma is None
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or needs_traceable_ops()
+    ):
+        return None
+    tensors: tuple[Any, ...] = call[:9]
+    parts: list[Hashable] = [call.backend, _AUTO, call.max_rows, torch.is_grad_enabled()]
+    if norms is not None:
+        if not (_is_plain(norms[0]) and _is_plain(norms[1])):
+            return None
+        (q_gain, q_eps), (k_gain, k_eps) = map(gain_and_epsilon, norms)
+        tensors += q_gain, k_gain
+        parts += q_eps, k_eps
+    for x in tensors:
+        if x is None:
+            parts.append(None)
+        elif type(x) not in PLAIN_TENSOR_TYPES or x.layout is not torch.strided or x.is_nested or is_lazy(x):
+            return None
+        else:
+            parts += geometry(x), x.requires_grad
+    return tuple(parts)
 
 
 def shift_path(call: Call) -> ShiftPath:
@@ -66,13 +102,16 @@ def shift_path(call: Call) -> ShiftPath:
     return backend
 
 
-def fused_path(call: Call) -> FusedPath:
+def fused_path(call: Call, key: Hashable | None = None) -> FusedPath:
     """Choose how to shift, normalise and rotate: in one launch, or in separate steps.
 
     The next token of generation uses a few plain operations on every device, because preparing a launch occupies the
     host for longer (docs/findings.md). Otherwise, one launch is used on CUDA devices, or if the backend "triton" is
     requested. It is never used if gradients would have to flow through a state or to the rotary tables, if the norms
     compute anything else than RMSNorm, or if they have hooks.
+
+    Args:
+        key: the `launch_key` of the call, for which the answer may be known.
     """
     if (
         call.backend == _AUTO == "auto"
@@ -81,6 +120,8 @@ def fused_path(call: Call) -> FusedPath:
         and not needs_traceable_ops(by_compiler=True)
     ):
         return "next token"
+    if call.cos is not None and was_launched(key):
+        return "launch"
     k, backend = call.k, choose_backend(call.backend)
     if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
         return "reference"
@@ -120,8 +161,13 @@ def gain_and_epsilon(norm: Any) -> tuple[Tensor | None, float]:
     """Return the weight and eps of a norm, as named in `Norms`; (None, 0.0) without a norm."""
     if norm is None:
         return None, 0.0
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return norm.weight, torch.finfo(norm.weight.dtype).eps if eps is None else eps
+    members = norm.__dict__  # failing to find an attribute takes microseconds on a module
+    if "eps" in members or "variance_epsilon" in members:
+        eps = members.get("variance_epsilon", members.get("eps"))
+    else:
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight = norm.weight
+    return weight, torch.finfo(weight.dtype).eps if eps is None else eps
 
 
 def _unsupported_reason(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:

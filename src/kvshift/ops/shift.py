@@ -6,6 +6,7 @@ R rows of state.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.cpu.kernel import shift_cpu
-from kvshift.ops.dispatch import shift_path
+from kvshift.ops.dispatch import launch_key, shift_path
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_traceable, state_after
-from kvshift.ops.triton.call import shift_triton
+from kvshift.ops.triton.call import shift_triton, was_launched
 
 _AXES = "(batch, positions, heads, head size)"
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # the only ones that PyTorch computes with
@@ -90,8 +91,13 @@ def kv_shift(
 
 def shift_keys_values(call: Call) -> tuple[Tensor, Tensor, ShiftState | None]:
     """Return what `kv_shift` returns, but None for the state if no row is kept. Something must be shifted."""
-    check_call(call)
-    k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None)))
+    key = launch_key(call)
+    known = was_launched(key)
+    if not known:
+        check_call(call)
+    if call.q is not None:
+        call = call._replace(q=None)
+    k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], shift_triton(call, key)[1:] if known else _shift(call, key))
     return k_hat, v_hat, ShiftState(next_k, next_v, call.rows_to_keep()) if call.rows_to_keep() else None
 
 
@@ -134,7 +140,7 @@ def shift_tokens(
     return x_hat, cast(Tensor, next_state)
 
 
-def _shift(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _shift(call: Call, key: Hashable | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return k, v and their next states (None if none is kept) of a call that has been checked.
 
     Tensors without coefficients are returned unchanged.
@@ -143,7 +149,7 @@ def _shift(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | N
     if path != "reference":
         call = with_plan(call)
     if path == "triton":
-        return shift_triton(call)[1:]
+        return shift_triton(call, key)[1:]
     plan = call.plan()
 
     def one(x: Tensor | None, coefficients: Tensor | None, state: Tensor | None) -> tuple[Any, Any]:

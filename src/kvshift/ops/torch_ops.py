@@ -47,7 +47,7 @@ _BATCHED = torch._C._parse_dispatch_key("Batched")  # of the gradients that `is_
 # Which of the two forms -----------------------------------------------------------------------------------------------
 
 
-def needs_traceable_ops(*gradients: Tensor, by_compiler: bool = False) -> bool:
+def needs_traceable_ops(*gradients: Tensor | None, by_compiler: bool = False) -> bool:
     """Return True if the operations of this call are recorded or transformed one by one.
 
     This is the case under transforms of `torch.func`, tracers (`make_fx`, fake tensors, `torch.jit.trace`) and
@@ -77,8 +77,8 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def _is_batched(gradient: Tensor) -> bool:
-    return torch._C._dispatch_keys(gradient).has(cast(Any, _BATCHED))
+def _is_batched(gradient: Tensor | None) -> bool:
+    return gradient is not None and torch._C._dispatch_keys(gradient).has(cast(Any, _BATCHED))
 
 
 # The traceable form ---------------------------------------------------------------------------------------------------

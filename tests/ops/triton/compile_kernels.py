@@ -139,6 +139,29 @@ def decode(tokens_each: int, window: int, dtype: torch.dtype) -> tuple[str, dict
     return "decode", options, decode_kernel.decode.warmup(*tensors, *numbers, grid=(1, H), **options)
 
 
+def next_token(words: list[str], dtype: torch.dtype) -> tuple[str, dict[str, Any], Any]:
+    """Compile the kernel of the next token: "norm", "static" (with its length on the device), and a head size."""
+    from kvshift.ops.triton.next_token_kernel import next_token
+
+    B, _, H, G, D = SIZES.values()
+    D = next((int(word.removeprefix("head ")) for word in words if word.startswith("head ")), D)
+    numbers, weights = torch.ones(B, D, dtype=dtype), torch.ones(G, 2)
+    gains = (numbers, numbers) if "norm" in words else (None, None)
+    device = (torch.ones((), dtype=torch.int64), torch.ones((), dtype=torch.int32))
+    options = {"H": H, "G": G, "D": D, "Dv": D, "EPS": 1e-6, "SIN": D // 2, "ALIGN": 16, "num_warps": 1}
+    options |= {"BLOCK_K": 1 << (D // 2 - 1).bit_length(), "BLOCK_V": 1 << (D - 1).bit_length()}
+    tensors = (
+        *(numbers,) * 8,
+        weights,
+        weights,
+        numbers,
+        numbers,
+        *gains,
+        *(device if "static" in words else (None,) * 2),
+    )
+    return "next_token", options, next_token.warmup(*tensors, *(5,) * 6, grid=(1, 1), **options)
+
+
 def report(name: str, options: dict[str, Any], kernel: Any) -> dict[str, Any]:
     """Return registers and bytes of local memory per thread, and the number of each instruction."""
     import triton
@@ -169,7 +192,9 @@ def main(architecture: str, *calls: str) -> None:
     for text in calls:
         *words, window, dtype = text.split(", ")
         arguments = words, int(window.removeprefix("window ")), getattr(torch, dtype)
-        if words[0].startswith("decode "):
+        if words[0] == "next token":
+            found = [next_token(words[1:], arguments[2])]
+        elif words[0].startswith("decode "):
             found = [decode(int(words[0].removeprefix("decode ")), *arguments[1:])]
         else:
             found = compiled_by(lambda arguments=arguments: call(*arguments))

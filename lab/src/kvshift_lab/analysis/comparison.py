@@ -10,8 +10,8 @@ from typing import Any
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import OptionTrait, differences, option_names
 from kvshift_lab.core.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
-from kvshift_lab.runs.run import Run
-from kvshift_lab.training.train_config import TrainConfig
+from kvshift_lab.run.finished import Run
+from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.variants.model_config import ModelConfig
 
 

@@ -11,8 +11,8 @@ from kvshift_lab.analysis.colors import colors_of
 from kvshift_lab.analysis.maps import map_coefficients
 from kvshift_lab.analysis.panels import INTERVALS, count_steps, integer_ticks, legend_below, new_figure
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.runs.folder import read_metrics
-from kvshift_lab.runs.run import Run, read_run
+from kvshift_lab.run.finished import Run, read_run
+from kvshift_lab.run.folder import read_metrics
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure

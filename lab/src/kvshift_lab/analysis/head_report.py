@@ -14,7 +14,7 @@ from kvshift_lab.analysis.learning import steps_to
 from kvshift_lab.analysis.maps import count_coefficients, counts_by_layer, map_attention, map_coefficients, map_scores
 from kvshift_lab.analysis.pages import inline, render
 from kvshift_lab.core.atomic import read_json
-from kvshift_lab.runs.folder import read_metrics
+from kvshift_lab.run.folder import read_metrics
 from kvshift_lab.variants.by_name import shift_label
 
 if TYPE_CHECKING:

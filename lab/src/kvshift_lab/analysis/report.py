@@ -13,7 +13,7 @@ from kvshift_lab.analysis.curves import plot_coefficients, plot_curves, plot_pro
 from kvshift_lab.analysis.pages import inline, render
 from kvshift_lab.analysis.tables import as_markdown
 from kvshift_lab.core.atomic import read_json
-from kvshift_lab.runs.run import Run, read_run
+from kvshift_lab.run.finished import Run, read_run
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 _TEMPLATE = "report.html.jinja"

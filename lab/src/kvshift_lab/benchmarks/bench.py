@@ -27,7 +27,7 @@ from kvshift_lab.core.environment import environment, installed_versions
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.options import OptionTrait, option_names, options_hash
 from kvshift_lab.core.timing import EventClock, WallClock
-from kvshift_lab.runs.folder import RunFolder
+from kvshift_lab.run.folder import RunFolder
 
 _MODULES: dict[Part, str] = {
     "op": "operator",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from kvshift.models.versions import CACHE
+from kvshift.models.extending import CACHE
 from kvshift_lab.check.findings import Comparison, NotSupportedError, WrongShapeError
 
 _CACHES = ("cache", "past_key_values", "cache_params", "state")  # names of the argument in transformers' models

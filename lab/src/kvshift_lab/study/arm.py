@@ -55,8 +55,8 @@ class Arm:
 
 def pair(**what: Any) -> tuple[Arm, Arm]:
     """Return the arms of KV shift and of its baseline, which share all other values."""
-    ours, theirs = (Arm(variant=variant, **what) for variant in SHIFTED_AND_VANILLA)
-    return ours, theirs
+    shifted, vanilla = (Arm(variant=variant, **what) for variant in SHIFTED_AND_VANILLA)
+    return shifted, vanilla
 
 
 _WORDS: Mapping[str, Callable[[Any], str]] = {

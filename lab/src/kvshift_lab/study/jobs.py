@@ -18,16 +18,16 @@ from kvshift_lab.core.environment import environment
 from kvshift_lab.core.errors import DivergedError
 from kvshift_lab.core.options import OptionTrait, option_names, to_json
 from kvshift_lab.data.config import SHARED_DATA_ENV, DataConfig, find_shared
-from kvshift_lab.runs.folder import RunFolder
-from kvshift_lab.runs.resume import check_folder, other_options, refuse_other_options
-from kvshift_lab.runs.run import is_finished, read_run
+from kvshift_lab.run.finished import is_finished, read_run
+from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.resume import check_folder, other_options, refuse_other_options
+from kvshift_lab.run.train import train
+from kvshift_lab.run.train_config import RunConfig, TrainConfig, config_hash, differences
+from kvshift_lab.run.train_task import TaskTrainConfig, task_options, train_task
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.recipe import Job
 from kvshift_lab.study.sweep_progress import last_step
 from kvshift_lab.tasks import MaskedTextConfig
-from kvshift_lab.training.task_training import TaskTrainConfig, task_options, train_task
-from kvshift_lab.training.train import train
-from kvshift_lab.training.train_config import RunConfig, TrainConfig, config_hash, differences
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, with_variant
 
 
@@ -121,7 +121,7 @@ class RunJob(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(RunJob):
-    """Train one model on one task; see `kvshift_lab.training.task_training`."""
+    """Train one model on one task; see `kvshift_lab.run.train_task`."""
 
     config: TaskTrainConfig
 
@@ -177,7 +177,7 @@ class MeasuredJob(TrainingJob):
 
 @dataclass(frozen=True, kw_only=True)
 class TextJob(RunJob):
-    """Train one language model on text; see `kvshift_lab.training.train`.
+    """Train one language model on text; see `kvshift_lab.run.train`.
 
     Attributes:
         config: options of the run. A corpus and its validation text are either bundled, or files in the folder that

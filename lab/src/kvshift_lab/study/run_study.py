@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log
 from kvshift_lab.data.config import SHARED_DATA_ENV
-from kvshift_lab.runs.folder import RunFolder
-from kvshift_lab.runs.run import is_finished
+from kvshift_lab.run.finished import is_finished
+from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.study.entry import Cluster
 from kvshift_lab.study.jobs import with_available_text
 from kvshift_lab.study.recipe import Job, Recipe, Record

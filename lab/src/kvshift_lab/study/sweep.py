@@ -18,9 +18,9 @@ import torch
 
 from kvshift_lab.allocator import retain_freed_memory
 from kvshift_lab.core.errors import LabError, install_command
+from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.study.entry import Cluster
 from kvshift_lab.study.recipe import Job
-from kvshift_lab.training.callbacks import InterruptedRunError
 
 
 def sweep(

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshift.layers.positions import alibi_slopes
 from kvshift_lab.core.seeds import generator_for
 from kvshift_lab.core.statistics import mean_of
 from kvshift_lab.theory import finite_model, one_layer_head, two_layer_head
@@ -29,6 +28,7 @@ from kvshift_lab.theory.loss_field import FIGURE2, LEVELS, Field, descend_within
 COEFFICIENTS = ((0.0, 1.0, 1.0, 0.0), (0.3, 0.7, 0.2, 0.8), (2.0, -1.0, -1.0, 3.0), (3.0, 0.0, 0.0, 4.0))
 
 _HEADS = 8
+_SLOPES = [2.0 ** (-8 * (head + 1) / _HEADS) for head in range(_HEADS)]  # of ALiBi, as published
 
 
 def check_one_layer(draws: int, seed: int = 0) -> dict[str, float]:
@@ -53,7 +53,7 @@ def check_one_layer(draws: int, seed: int = 0) -> dict[str, float]:
         limit = 2 * (weights[:, 0] + weights[:, -1]) * x.abs().amax((1, 2))
 
         head = number % _HEADS
-        slope = alibi_slopes(_HEADS)[head]
+        slope = _SLOPES[head]
         layer_causal, _ = one_layer_head.kv_shift_head(x, sigma, slope)
         layer_windowed, _ = one_layer_head.kv_shift_head(x, sigma, slope, first=2)
         build = partial(one_layer_head.build_layer, width, sigma, heads=_HEADS, head=head)
@@ -142,9 +142,8 @@ def check_two_layers(draws: int, first_slopes: Sequence[float] = (1, 2, 4, 8), s
             decays.append((far - near) / 4)
         first_head, head = number % _HEADS, (3 * number) % _HEADS
         made = two_layer_head.build_layers(width, sigma, heads=_HEADS, first_head=first_head, head=head)
-        published = alibi_slopes(_HEADS)
         wanted, _ = two_layer_head.two_layer_head(
-            x, sigma, published[first_head], published[head], first=1, last=x.shape[1]
+            x, sigma, _SLOPES[first_head], _SLOPES[head], first=1, last=x.shape[1]
         )
         _raise(layers, layer=(two_layer_head.run_layers(made, x) - wanted).abs().max())
     return {"slopes": rows, "decay_low": min(decays), "decay_high": max(decays), **layers}

@@ -23,13 +23,12 @@ import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from kvshift.layers import KVShift, ShiftOptions
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel
-from kvshift.models.llama.modeling import KVShiftLlamaPreTrainedModel
-from kvshift.ops import shift_tokens
+from kvshift import KVShift, ShiftOptions
+from kvshift.models.extending import shift_tokens
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel, KVShiftLlamaPreTrainedModel
 from kvshift_lab.core.errors import LabError, require
 from kvshift_lab.tasks.option_checks import check_at_least, check_choices
-from kvshift_lab.variants.attention_mixin import TokenMixing, require_token_mask
+from kvshift_lab.variants.token_mixing import TokenMixing, require_token_mask
 from kvshift_lab.variants.uncached import TaskModel, UncachedConfig, UncachedDecoder
 
 Direction = Literal["previous", "next", "both"]

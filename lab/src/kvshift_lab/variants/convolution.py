@@ -17,38 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.layers import KVShift, ShiftOptions
-from kvshift.ops import ShiftState
-from kvshift.ops.boundaries import ShiftPlan, plan_shift
-from kvshift.ops.torch_ops import gather_rows, state_after
-from kvshift_lab.variants.attention_mixin import TokenMixing
+from kvshift import KVShift, ShiftOptions, ShiftState
+from kvshift.models.extending import lagged_tokens
 from kvshift_lab.variants.mixing import Heads, MixingVariant
+from kvshift_lab.variants.token_mixing import TokenMixing
 
 
 def convolve(
-    x: Tensor, weight: Tensor, rows: Tensor, plan: ShiftPlan | None = None, *, residual: bool = False
-) -> Tensor:
-    """Return y by the formula above, (B, T, G, D).
+    x: Tensor, weight: Tensor, rows: Tensor, *, max_rows: int, residual: bool = False, **boundaries: Any
+) -> tuple[Tensor, Tensor]:
+    """Return y by the formula above, (B, T, G, D), and the raw rows before the next token.
 
     Args:
         x: (B, T, G, D).
         weight: (C, W), column j for lag j.
-        rows: the raw rows before x, newest last, (B, R, G, D) with R >= W - 1.
-        plan: which position reads which rows, for padding and documents; None if every row is one sequence.
+        rows, max_rows, boundaries: as in `kvshift.models.extending.lagged_tokens`.
         residual: whether to add x itself.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    length, past = x.shape[1], rows.shape[1]
-    all_rows = torch.cat([rows, x], dim=1).to(dtype)
+    lagged, rows = lagged_tokens(x, rows, weight.shape[1], max_rows=max_rows, dtype=dtype, **boundaries)
     y = x.to(dtype) if residual else torch.zeros_like(x, dtype=dtype)
-    for lag, of_lag in enumerate(weight.to(dtype).view(*x.shape[2:], -1).unbind(-1)):
-        start = past - lag
-        if plan is None:
-            before = all_rows[:, start : start + length]
-        else:
-            before = gather_rows(all_rows, plan.sources[:, :, lag] + past)
+    for before, of_lag in zip(lagged, weight.to(dtype).view(*x.shape[2:], -1).unbind(-1), strict=True):
         y = torch.addcmul(y, before, of_lag)
-    return y.to(x.dtype)
+    return y.to(x.dtype), rows
 
 
 class ChannelConvolution(TokenMixing, KVShift):
@@ -96,15 +87,10 @@ class ChannelConvolution(TokenMixing, KVShift):
             state = ShiftState.zeros(
                 k.shape[0], k.shape[2], k.shape[3], rows=self.options.window - 1, dtype=k.dtype, device=k.device
             )
-        plan = None
-        if mask is not None or seq_idx is not None:
-            batch, positions = k.shape[:2]
-            plan = plan_shift(batch, positions, self.options.window, state.rows, k.device, seq_idx=seq_idx, mask=mask)
-        k_hat, v_hat = (
-            convolve(x, weight, rows, plan, residual=self.residual)
+        (k_hat, k_rows), (v_hat, v_rows) = (
+            convolve(x, weight, rows, max_rows=state.max_rows, residual=self.residual, mask=mask, seq_idx=seq_idx)
             for x, weight, rows in ((k, self.alpha, state.k), (v, self.beta, state.v))
         )
-        k_rows, v_rows = (state_after(x, rows, plan, state.max_rows) for x, rows in ((k, state.k), (v, state.v)))
         return k_hat, v_hat, ShiftState(k_rows, v_rows, state.max_rows)
 
 

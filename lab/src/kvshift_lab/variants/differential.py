@@ -29,12 +29,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
-from kvshift.layers import KVShift, ShiftOptions
+from kvshift import KVShift, ShiftOptions
+from kvshift.models.extending import ShiftedAttention, add_child
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift.models.retrofit.family import add_child
-from kvshift_lab.variants.attention_mixin import AttentionMixin
 from kvshift_lab.variants.model_classes import prepend_class, variant_class
 from kvshift_lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift_lab.variants.variant import ModelVariant
@@ -105,11 +104,12 @@ class PairRotaryEmbedding(LlamaRotaryEmbedding):
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
 
-class _DifferentialAttention(AttentionMixin):
+class _DifferentialAttention(ShiftedAttention):
     differential: Differential
+    eager_attention = staticmethod(eager_attention_forward)  # in GPT-2 too
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        heads, weights = self.softmax_attention(split_pair(query), key, value, **options)
+        heads, weights = super().attend(split_pair(query), key, value, **options)
         return self.differential(heads), weights
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops import ShiftState
-from kvshift_lab.variants.attention_mixin import TokenMixing
+from kvshift import ShiftState
 from kvshift_lab.variants.mixing import Heads, MixingVariant, tokens_before
+from kvshift_lab.variants.token_mixing import TokenMixing
 
 
 class FoXShift(TokenMixing):

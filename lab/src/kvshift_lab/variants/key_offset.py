@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvshift.ops import ShiftState
-from kvshift_lab.variants.attention_mixin import TokenMixing
+from kvshift import ShiftState
 from kvshift_lab.variants.mixing import Heads, MixingVariant, tokens_before
+from kvshift_lab.variants.token_mixing import TokenMixing
 
 
 class KeyOffset(TokenMixing):

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvshift.layers import KVShift
+from kvshift import KVShift
+from kvshift.models.extending import add_child, shift_tokens
 from kvshift.models.llama import KVShiftLlamaForCausalLM
-from kvshift.models.retrofit.family import add_child
-from kvshift.ops import shift_tokens
-from kvshift_lab.variants.attention_mixin import TokenMixing
 from kvshift_lab.variants.by_name import find_variant
 from kvshift_lab.variants.model_classes import prepend_class, variant_class
 from kvshift_lab.variants.small_gpt2 import LabGPT2
+from kvshift_lab.variants.token_mixing import TokenMixing
 from kvshift_lab.variants.variant import ModelVariant, Size
 
 

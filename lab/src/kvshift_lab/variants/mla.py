@@ -31,10 +31,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from kvshift import ShiftState, kv_shift
+from kvshift.models.extending import KVShiftLlamaAttention, Rotary, apply_rotary
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift.models.llama.modeling import KVShiftLlamaAttention
-from kvshift.ops.rope import Rotary, apply_rotary
-from kvshift_lab.variants.attention_mixin import AttentionMixin
 from kvshift_lab.variants.model_classes import NamedConfig
 from kvshift_lab.variants.variant import ModelVariant
 
@@ -129,7 +127,7 @@ class _Sizes:
             raise ValueError("shift_rope must be False without hard_shift, got True")
 
 
-class _LatentAttention(AttentionMixin, KVShiftLlamaAttention):
+class _LatentAttention(KVShiftLlamaAttention):
     def __init__(self, config: MLALlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.sizes = sizes = _Sizes(config)
@@ -158,7 +156,7 @@ class _LatentAttention(AttentionMixin, KVShiftLlamaAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         key, value = self._of_all_heads(key.transpose(1, 2), value.transpose(1, 2))
-        return self.softmax_attention(query, key.transpose(1, 2), value.transpose(1, 2), **options)
+        return super().attend(query, key.transpose(1, 2), value.transpose(1, 2), **options)
 
     def _decompress(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return unrotated keys and values of all heads, (B, K, H, ...), given latents (B, K, 1, rank)."""

@@ -15,7 +15,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvshift.models.retrofit.family import register_model_class
+from kvshift.models.extending import register_model_class
 
 
 class NamedConfig:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from kvshift.models.paper_sizes import SIZES
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import ADDED_LATER, OptionTrait, option_metadata, option_names
 from kvshift_lab.variants.by_name import VARIANTS
@@ -86,6 +85,8 @@ def explicit_fields(options: ModelConfig) -> dict[str, Any]:
 def size_fields(options: ModelConfig) -> dict[str, Any]:
     """Return the configuration fields of the given size or, without one, of the default shape at the given width."""
     if options.size is not None:
+        from kvshift.models.llama import SIZES  # takes seconds, and the options are read without it
+
         if options.size not in SIZES:
             raise LabError(f"model.size must be one of {', '.join(SIZES)}, got {options.size!r}")
         return dict(SIZES[options.size])

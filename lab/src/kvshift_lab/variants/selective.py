@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvshift.models.decoder import ShiftedAttention
-from kvshift.models.documents import document_index, document_offsets, padding_mask
+from kvshift.models.extending import ShiftedAttention, create_token_masks
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift_lab.variants.attention_mixin import AttentionMixin, require_token_mask
 from kvshift_lab.variants.model_classes import prepend_class, variant_class
 from kvshift_lab.variants.selective_attention import selective_attention, selective_attention_full
 from kvshift_lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
+from kvshift_lab.variants.token_mixing import require_token_mask
 from kvshift_lab.variants.uncached import UncachedConfig, UncachedDecoder, UncachedGeneration
 from kvshift_lab.variants.variant import ModelVariant
 
@@ -31,15 +30,11 @@ class _SelectiveDecoder(UncachedDecoder):
         self, inputs_embeds: Tensor, attention_mask: Any, position_ids: Tensor | None, cache: Any, **named: Any
     ) -> Any:
         require_token_mask(attention_mask, "selective attention")
-        batch, positions = inputs_embeds.shape[:2]
-        real = padding_mask(attention_mask, positions)
-        documents = document_index(batch, positions, real, position_ids=position_ids, **named)
-        offsets = None if documents is None else document_offsets(documents, 0, None)
-        masks = {"attention": None, "padding": real, "documents": documents, "offsets": offsets}
+        masks = create_token_masks(inputs_embeds, attention_mask, position_ids, **named)
         return super().prepare_inputs(inputs_embeds, masks, position_ids, cache, **named)  # type: ignore[misc]
 
 
-class _SelectiveAttention(AttentionMixin):
+class _SelectiveAttention(ShiftedAttention):
     def attend(
         self,
         query: Tensor,

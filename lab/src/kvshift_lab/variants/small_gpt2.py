@@ -16,8 +16,8 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 
-from kvshift.layers import ShiftOptions
-from kvshift.models.decoder import ShiftedPreTrainedModel
+from kvshift import ShiftOptions
+from kvshift.models.extending import ShiftedPreTrainedModel
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2Model
 from kvshift_lab.core.errors import LabError, require
 from kvshift_lab.tasks.option_checks import check_at_least, check_choices

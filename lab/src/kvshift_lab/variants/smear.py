@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvshift.layers import KVShift, ShiftOptions
+from kvshift import KVShift, ShiftOptions, ShiftState
+from kvshift.models.extending import CACHE
 from kvshift.models.llama import KVShiftLlamaForCausalLM
-from kvshift.models.versions import CACHE
-from kvshift.ops import ShiftState
-from kvshift_lab.variants.attention_mixin import require_token_mask
 from kvshift_lab.variants.mixing import tokens_before
 from kvshift_lab.variants.model_classes import prepend_class, variant_class
 from kvshift_lab.variants.small_gpt2 import LabGPT2
+from kvshift_lab.variants.token_mixing import require_token_mask
 from kvshift_lab.variants.variant import ModelVariant
 
 _GATED_BY = 12

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
-from kvshift.models.versions import CACHE, resolve_cache_argument
+from kvshift.models.extending import CACHE, resolve_cache_argument
 from kvshift_lab.variants.model_classes import NamedConfig
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 
-from kvshift.layers import KVShift
+from kvshift import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.seeds import generator_for, seed_for

@@ -17,11 +17,11 @@ from kvshift_lab.commands.analyze import command as module
 from kvshift_lab.commands.analyze.command import AnalyzeConfig, analyze
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.data.tokenizers import train_bpe
-from kvshift_lab.runs.loading import load_weights
+from kvshift_lab.run.head_scores import measure_heads
+from kvshift_lab.run.loading import load_weights
+from kvshift_lab.run.repeat_config import RepeatConfig
+from kvshift_lab.run.train_task import TaskTrainConfig, train_task
 from kvshift_lab.tasks import InductionConfig
-from kvshift_lab.training.head_scores import measure_heads
-from kvshift_lab.training.repeat_config import RepeatConfig
-from kvshift_lab.training.task_training import TaskTrainConfig, train_task
 from kvshift_lab.variants.building import build_model, describe
 from kvshift_lab.variants.model_config import ModelConfig
 from kvshift_lab.variants.small_gpt2 import GPT2Options

@@ -19,8 +19,8 @@ from kvshift_lab.commands.compare.command import CompareConfig, child_config, co
 from kvshift_lab.commands.compare.training_process import TrainingError
 from kvshift_lab.core.errors import FolderInUseError, LabError, RunFailedError
 from kvshift_lab.options_file import parse
-from kvshift_lab.runs.folder import RunFolder
-from kvshift_lab.training.train_config import TrainConfig
+from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.variants.building import build_model, describe
 from kvshift_lab.variants.by_name import VARIANTS
 from kvshift_lab.variants.model_config import ModelConfig

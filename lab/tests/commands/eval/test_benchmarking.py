@@ -26,7 +26,7 @@ from kvshift_lab.commands.eval.harness import CachedModel, evaluate_benchmark, w
 from kvshift_lab.commands.eval.items import read_questions
 from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.core.errors import FolderInUseError, LabError, install_command
-from kvshift_lab.runs.loading import load_model
+from kvshift_lab.run.loading import load_model
 from kvshift_lab.variants.by_name import find_variant
 from kvshift_lab.variants.variant import ModelVariant
 

@@ -24,7 +24,7 @@ from kvshift_lab.commands.eval import scoring, text_scores
 from kvshift_lab.commands.eval.command import evaluate
 from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.training.trainer import summarize
+from kvshift_lab.run.trainer import summarize
 
 from ...generation_cases import tokenizer
 

@@ -24,8 +24,8 @@ from kvshift_lab.commands.explore.options import ExploreConfig
 from kvshift_lab.commands.explore.page_server import page_server
 from kvshift_lab.commands.explore.web_runtime import runtime_folder
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.runs.loading import load_weights
-from kvshift_lab.training.head_scores import attention_scores
+from kvshift_lab.run.head_scores import attention_scores
+from kvshift_lab.run.loading import load_weights
 
 from ...generation_cases import save_model, tokenizer
 

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from kvshift_lab.commands.explore import explorer_model
 from kvshift_lab.commands.explore.explorer_model import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift_lab.core.errors import RunFailedError
-from kvshift_lab.runs.loading import load_weights
+from kvshift_lab.run.loading import load_weights
 from tests.models.llama.tiny import tiny_model
 
 from ...generation_cases import save_model

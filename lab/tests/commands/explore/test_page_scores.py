@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift_lab.training.head_scores import attention_scores, shares
+from kvshift_lab.run.head_scores import attention_scores, shares
 
 from .node import run_module
 

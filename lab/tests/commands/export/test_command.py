@@ -11,7 +11,7 @@ import pytest
 from kvshift_lab.commands.export.command import export
 from kvshift_lab.commands.export.options import ExportOptions
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.runs.loading import load_weights
+from kvshift_lab.run.loading import load_weights
 
 from ...generation_cases import save_model, tokenizer
 

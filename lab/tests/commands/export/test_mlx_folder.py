@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvshift_lab.commands.export.command import export
+from kvshift_lab.commands.export.comparison import compute
 from kvshift_lab.commands.export.mlx_folder import MODEL_FILE, check_mlx, require_mlx_model, write_mlx
 from kvshift_lab.commands.export.options import ExportOptions
-from kvshift_lab.commands.export.remote_code import compute
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.runs.loading import load_weights
+from kvshift_lab.run.loading import load_weights
 
 from ...generation_cases import save_model, tokenizer
 

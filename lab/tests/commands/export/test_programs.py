@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kvshift_lab.cli import main
 from kvshift_lab.commands.export import programs
+from kvshift_lab.commands.export.comparison import compute
 from kvshift_lab.commands.export.programs import Program, check_programs, greedy, load_program
-from kvshift_lab.commands.export.remote_code import compute
 from kvshift_lab.core.errors import RunFailedError
-from kvshift_lab.runs.loading import load_weights
+from kvshift_lab.run.loading import load_weights
 from tests.models.llama.tiny import tiny_model
 from tests.models.retrofit.tiny_families import FAMILIES as TINY
 from tests.models.retrofit.tiny_families import shifted

@@ -27,7 +27,7 @@ from kvshift_lab.commands.retrofit.command import retrofit
 from kvshift_lab.commands.retrofit.options import RetrofitOptions
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import quiet
-from kvshift_lab.runs.loading import load_model
+from kvshift_lab.run.loading import load_model
 
 from ...generation_cases import SHAPE, save_model, tokenizer
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Hashable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kvshift.ops.arguments import TENSORS, Call, compute_dtype
 from kvshift.ops.torch_ops import state_after
+from kvshift.ops.triton.compiled_launch import Kept
 from kvshift.ops.triton.launch import shift
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -36,11 +39,39 @@ def triton_unsupported_reason(x: Tensor, window: int) -> str | None:
     return None
 
 
-def shift_triton(x: Call) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+class _Known(NamedTuple):
+    """How the kernels compute a call.
+
+    Attributes:
+        records: whether gradients are recorded.
+        rows: number of rows of the next state of each sequence.
+        in_launch: the same of each batch entry, if the launch writes them; otherwise 0.
+        changes_layout: whether a tensor must be cast or copied first.
+    """
+
+    records: bool
+    rows: int
+    in_launch: int
+    changes_layout: bool
+
+
+_KNOWN: Kept[_Known] = Kept()
+"""By keys of calls that passed all checks and were launched."""
+
+
+def was_launched(key: Hashable | None) -> bool:
+    """Return True if a call with this `kvshift.ops.dispatch.launch_key` was launched, so that it needs no checks."""
+    return key is not None and key in _KNOWN
+
+
+def shift_triton(
+    x: Call, key: Hashable | None = None
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Prepare the tensors of a call for `kvshift.ops.triton.launch.shift`, and call it.
 
     Args:
         x: a call whose tensors have any strides, with its plan if there are boundaries.
+        key: the `kvshift.ops.dispatch.launch_key` of the call.
 
     Returns:
         q, k, v, and the next states of k and v, (S, R, G, D). Tensors that are neither shifted nor rotated are returned
@@ -49,14 +80,15 @@ def shift_triton(x: Call) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor 
     Raises:
         ValueError: gradients are recorded for a call that rotates and has a state.
     """
-    records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x[:TENSORS])
-    if records and x.cos is not None and (x.k_state is not None or x.v_state is not None):
-        raise ValueError("k_state and v_state must be None where gradients are recorded: a state has no gradient")
-    rows, max_rows = x.rows(), x.rows_to_keep()
-    if x.sources is None:
-        rows = min(max_rows, rows + x.k.shape[1])
-    in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
-    q, k, v, *next_rows = shift(_to_kernel_layout(x), in_launch)
+    known = None if key is None else _KNOWN.get(key)
+    layout = x if known is not None and not known.changes_layout else _to_kernel_layout(x)
+    if known is None:
+        known = _how(x, changes_layout=any(y is not z for y, z in zip(x[:TENSORS], layout[:TENSORS], strict=True)))
+    results = shift(layout, known.in_launch, key=key, records=known.records)
+    if key is not None:
+        _KNOWN[key] = known
+    q, k, v, *next_rows = cast(tuple[Any, ...], results)
+    in_launch, rows, max_rows = known.in_launch, known.rows, x.rows_to_keep()
     k_next = v_next = None
     if in_launch:
         k_next, v_next = (
@@ -64,12 +96,31 @@ def shift_triton(x: Call) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor 
             for y, of_y in zip((x.k, x.v), next_rows, strict=True)
         )
     elif max_rows:
-        k_next, v_next = (
-            None if y is None else state_after(y, x.state_or_zeros(y, state), x.plan(), max_rows)
-            for y, state in ((x.k, x.k_state), (x.v, x.v_state))
-        )
+        k_next, v_next = _next_rows(x, x.k, x.k_state), _next_rows(x, x.v, x.v_state)
     k, v = x.k if x.alpha is x.cos is None else k, x.v if x.beta is None else v
     return None if x.q is None else q, k, v, k_next, v_next
+
+
+def _how(x: Call, *, changes_layout: bool) -> _Known:
+    records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x[:TENSORS])
+    if records and x.cos is not None and (x.k_state is not None or x.v_state is not None):
+        raise ValueError("k_state and v_state must be None where gradients are recorded: a state has no gradient")
+    rows, max_rows = x.rows(), x.rows_to_keep()
+    if x.sources is None:
+        rows = min(max_rows, rows + x.k.shape[1])
+    in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
+    return _Known(records, rows, in_launch, changes_layout)
+
+
+def _next_rows(x: Call, y: Tensor | None, state: Tensor | None) -> Tensor | None:
+    """Return the next state of k or v by plain operations, through which gradients flow."""
+    rows = x.rows_to_keep()
+    if y is None:
+        return None
+    if x.sources is None and not torch.compiler.is_compiling() and y.shape[1] >= rows:
+        # As `state_after` does, for which zeros would be made in place of no state.
+        return torch.slice_copy(y, 1, y.shape[1] - rows, y.shape[1])
+    return state_after(y, x.state_or_zeros(y, state), x.plan(), rows)
 
 
 def _to_kernel_layout(x: Call) -> Call:
@@ -77,10 +128,23 @@ def _to_kernel_layout(x: Call) -> Call:
     cos, sin, compute = x.cos, x.sin, compute_dtype(x.k)
     if cos is not None and sin is not None and not _have_equal_strides(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
-    dense = {name: getattr(x, name) for name in ("k_state", "v_state", "q_scale", "k_scale")}
-    dense |= {name: None if y is None else y.to(compute) for name, y in (("alpha", x.alpha), ("beta", x.beta))}
-    dense = {name: None if y is None else y.contiguous() for name, y in dense.items()}
-    return x._replace(cos=cos, sin=sin, **dense)
+    return x._replace(
+        cos=cos,
+        sin=sin,
+        alpha=_dense(x.alpha, compute),
+        beta=_dense(x.beta, compute),
+        k_state=_dense(x.k_state),
+        v_state=_dense(x.v_state),
+        q_scale=_dense(x.q_scale),
+        k_scale=_dense(x.k_scale),
+    )
+
+
+def _dense(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Return x as a contiguous tensor, of this dtype if one is given. (`to` costs a call even if it does nothing.)"""
+    if x is None:
+        return None
+    return (x if dtype is None or x.dtype is dtype else x.to(dtype)).contiguous()
 
 
 def _have_equal_strides(cos: Tensor, sin: Tensor) -> bool:

@@ -9,19 +9,20 @@ size, W window.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kvshift.ops.arguments import TENSORS, Call, compute_dtype
 from kvshift.ops.torch_ops import gradients, gradients_of_state, shift_norm_rope_traceable
-from kvshift.ops.triton.registration import register_operator
+from kvshift.ops.triton.compiled_launch import CompiledLaunch, Kept, geometry
+from kvshift.ops.triton.registration import Operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,22 +136,53 @@ def _rows_per_entry(x: Call) -> int:
     return x.k_state.shape[0] * x.k_state.shape[1] // max(1, x.k.shape[0])
 
 
-def _on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the device of x current: Triton launches on the current device, wherever the tensors are."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
 # The operators --------------------------------------------------------------------------------------------------------
 
 # In the notation of torch.library.
 _INPUTS = ", ".join(f"Tensor{'' if name == 'k' else '?'} {name}" for name in Call._fields[:TENSORS])
 
+Shape = Sequence[int]
 
-def _like(x: Tensor | None, k: Tensor, rows: int | None = None) -> Tensor:
-    """Allocate an output like x, or with `rows` in place of its positions; empty if x is None."""
-    if x is None:
-        return k.new_empty(0)
-    return x.new_empty(x.shape if rows is None else (x.shape[0], rows, *x.shape[2:]))
+
+class _Prepared(NamedTuple):
+    """What follows from the geometry of a call's tensors.
+
+    Attributes:
+        results: shapes of the results, None for those that are absent.
+        partials: shapes of the partial sums of the gradients of alpha, beta, q_scale and k_scale.
+        launch: None if there is nothing to compute.
+    """
+
+    results: list[Shape | None]
+    partials: list[Shape | None]
+    launch: CompiledLaunch | None
+
+
+_FORWARD: Kept[_Prepared] = Kept()
+_BACKWARD: Kept[_Prepared] = Kept()
+
+
+def _shape(x: Tensor | None, rows: int | None = None) -> Shape | None:
+    """Return the shape of x, or that with `rows` in place of its positions."""
+    return x if x is None else x.shape if rows is None else (x.shape[0], rows, *x.shape[2:])
+
+
+def _allocate(shapes: Sequence[Shape | None], like: Tensor, dtype: torch.dtype | None = None) -> list[Tensor | None]:
+    return [None if shape is None else like.new_empty(shape, dtype=dtype) for shape in shapes]
+
+
+def _allocate_like(shapes: Sequence[Shape | None], inputs: Sequence[Any]) -> list[Tensor | None]:
+    """Allocate results that have the shapes of these inputs, in half the time of `new_empty`."""
+    return [
+        None if shape is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for shape, x in zip(shapes, inputs, strict=False)
+    ]
+
+
+def _launch(kernel: Any, programs: int, grid: _Grid, x: Call, *numbers: int) -> CompiledLaunch | None:
+    if programs == 0:
+        return None
+    return CompiledLaunch(kernel, (programs,), (*numbers, *grid.sizes), grid.constants, x.k.get_device())
 
 
 def _outputs(x: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -158,126 +190,159 @@ def _outputs(x: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     return x.q, None if x.alpha is None and x.cos is None else x.k, None if x.beta is None else x.v
 
 
-def _like_outputs(x: Call, rows: int) -> tuple[Tensor, ...]:
-    return *(_like(y, x.k) for y in _outputs(x)), *(_like(y, x.k, rows) for y in (x.k, x.v))
+def _forward_results(x: Call, rows: int) -> list[Shape | None]:
+    next_rows = (x.k, x.v) if rows else (None, None)
+    return [*map(_shape, _outputs(x)), *(_shape(y, rows) for y in next_rows)]
 
 
-def _like_gradients(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, x: Call) -> list[Tensor]:
-    """Allocate the gradients of q, k, v, alpha, beta, q_scale and k_scale."""
+def _backward_results(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, x: Call) -> list[Any]:
+    """Return the shapes of the gradients of q, k, v, alpha, beta, q_scale and k_scale."""
     due = (gq_out, None if gk_out is None else x.k, None if gv_out is None else x.v)
-    return [_like(y, x.k) for y in (*due, x.alpha, x.beta, x.q_scale, x.k_scale)]
+    return [*map(_shape, (*due, x.alpha, x.beta, x.q_scale, x.k_scale))]
 
 
-@register_operator(
-    "shift_backward",
-    schema=f"(Tensor? gq_out, Tensor? gk_out, Tensor? gv_out, {_INPUTS}, float eps) -> Tensor[]",
-    fake=lambda gq_out, gk_out, gv_out, *args: _like_gradients(gq_out, gk_out, gv_out, Call(*args[:TENSORS])),
-)
-def _shift_backward(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, *args: Any) -> list[Tensor]:
-    x = Call(*args[:TENSORS], eps=args[-1])
-    gradients = _like_gradients(gq_out, gk_out, gv_out, x)
-    gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = gradients
+def _empty_like(shapes: list[Shape | None], x: Call) -> list[Tensor]:
+    """Return the results of an operator without computing them; empty ones in place of those that are absent."""
+    return [x.k.new_empty(0 if shape is None else shape) for shape in shapes]
+
+
+def _prepare_backward(kernel: Any, grads: tuple[Tensor | None, ...], x: Call) -> _Prepared:
+    gq_out, gk_out, gv_out = grads
     grid = _grid("backward", x, gq_out, gk_out, gv_out, x.q, x.k, x.v)
-    tiles, heads, window = x.k.shape[0] * grid.tiles, x.k.shape[2], x.window()
-    if tiles * grid.lanes == 0:
-        for gradient in gradients:
-            gradient.zero_()
-        return gradients
+    _, positions, heads, size = x.k.shape
+    tiles = x.k.shape[0] * grid.tiles
+    # The terms of each gradient, one per program; one reduction adds them in a fixed order.
+    coefficients = [None if y is None else (tiles, heads, x.window()) for y in (x.alpha, x.beta)]
+    gains = [
+        None if y is None else (tiles, lanes, size)
+        for y, lanes in zip((x.q_scale, x.k_scale), grid.sizes[1:3], strict=True)
+    ]
+    numbers = positions, 0 if gq_out is None else gq_out.shape[2], heads, _rows_per_entry(x)
+    launch = _launch(kernel, tiles * grid.lanes, grid, x, *numbers)
+    return _Prepared(_backward_results(gq_out, gk_out, gv_out, x), [*coefficients, *gains], launch)
 
-    def partials(of: Tensor | None, *shape: int) -> Tensor | None:
-        """Allocate the terms of the gradient of `of`, one per program; one reduction adds them in a fixed order."""
-        return None if of is None else torch.empty(tiles, *shape, dtype=compute_dtype(x.k), device=x.k.device)
 
-    k_sums, v_sums = partials(x.alpha, heads, window), partials(x.beta, heads, window)
-    q_scale_sums, k_scale_sums = (
-        partials(scale, lanes, x.k.shape[3])
-        for scale, lanes in zip((x.q_scale, x.k_scale), grid.sizes[1:3], strict=True)
-    )
-    with _on_device(x.k):
-        kernels().backward[(tiles * grid.lanes,)](
-            gq, gk, gv, gq_out, gk_out, gv_out, k_sums, v_sums, q_scale_sums, k_scale_sums,
-            x.q, x.k, x.v, x.alpha, x.beta, x.cos, x.sin, x.q_scale, x.k_scale, x.sources, x.readers,
-            x.k.shape[1], 0 if gq_out is None else gq_out.shape[2], heads, _rows_per_entry(x), *grid.sizes,
-            **grid.constants,
-        )  # fmt: skip
-    galpha, gbeta = (like if sums is None else sums.sum(0) for sums, like in ((k_sums, galpha), (v_sums, gbeta)))
-    gq_scale, gk_scale = (
-        like if sums is None else sums.sum((0, 1)).to(like.dtype)
-        for sums, like in ((q_scale_sums, gq_scale), (k_scale_sums, gk_scale))
-    )
-    return [gq, gk, gv, galpha, gbeta, gq_scale, gk_scale]
+def _launch_backward(*args: Any) -> list[Tensor | None]:
+    grads, (q, k, v, alpha, beta, _, _, cos, sin, q_scale, k_scale, sources, _, readers) = args[:3], args[3:-1]
+    kernel, tiling = kernels().backward, TILING["backward" if cos is None else "backward, rotated"]
+    key = (id(kernel), tiling, args[-1], *map(geometry, args[:-1]))
+    prepared = _BACKWARD.get(key)
+    if prepared is None:
+        prepared = _BACKWARD[key] = _prepare_backward(kernel, grads, Call(*args[3:-1], eps=args[-1]))
+    if prepared.launch is None:
+        return [None if shape is None else k.new_zeros(shape) for shape in prepared.results]
+    gradients = _allocate_like(prepared.results[:3], (grads[0], k, v))
+    sums = _allocate(prepared.partials, k, compute_dtype(k))
+    prepared.launch(
+        *gradients, *grads, *sums, q, k, v, alpha, beta, cos, sin, q_scale, k_scale, sources, readers
+    )  # fmt: skip
+    k_sums, v_sums, *gain_sums = sums
+    of_coefficients = [None if x is None else x.sum(0) for x in (k_sums, v_sums)]
+    of_gains = [
+        None if x is None else x.sum((0, 1)).to(k.dtype if gain is None else gain.dtype)
+        for x, gain in zip(gain_sums, (q_scale, k_scale), strict=True)
+    ]
+    return [*gradients, *of_coefficients, *of_gains]
+
+
+_shift_backward = Operator(
+    "shift_backward",
+    cast(Any, _launch_backward),
+    schema=f"(Tensor? gq_out, Tensor? gk_out, Tensor? gv_out, {_INPUTS}, float eps) -> Tensor[]",
+    fake=lambda gq, gk, gv, *args: _empty_like(_backward_results(gq, gk, gv, Call(*args[:-1])), Call(*args[:-1])),
+)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x = Call(*inputs[:TENSORS])
-    ctx.has_q, ctx.eps = x.q is not None, inputs[-2]
-    ctx.save_for_backward(*x._replace(q=None if x.q_scale is None else x.q, next_state=None)[:TENSORS])
+    q, q_scale, readers = inputs[0], inputs[9], inputs[TENSORS - 1]
+    ctx.q_shape, ctx.eps = _shape(q), inputs[TENSORS]
+    ctx.arguments = len(inputs)
+    ctx.save_for_backward(None if q_scale is None else q, *inputs[1 : TENSORS - 2], None, readers)  # no `next_state`
 
 
-def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _due(ctx: Any, x: Call, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Return the gradients of q, k and v; zeros for a result that nothing depends on, None for one that is absent."""
+    shapes = (ctx.q_shape, *map(_shape, _outputs(x)[1:]))  # q is saved only for a norm
+    return [
+        None if shape is None else x.k.new_zeros(shape) if grad is None else grad
+        for shape, grad in zip(shapes, grads, strict=True)
+    ]
+
+
+def _backward(
+    ctx: Any, gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
     x = Call(*ctx.saved_tensors)
-    due = (ctx.has_q, *(y is not None for y in _outputs(x)[1:]))  # q is saved only for a norm
-    grads = [g if is_due else None for g, is_due in zip((gq_out, gk_out, gv_out), due, strict=True)]
-    found = [g if g.numel() else None for g in _shift_backward(*grads, *x[:TENSORS], ctx.eps)]
-    gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = found
+    grads = _due(ctx, x, (gq_out, gk_out, gv_out))
+    found = _shift_backward(*grads, *x[:TENSORS], ctx.eps)
+    gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = (None if g is None or g.numel() == 0 else g for g in found)
     gk_state = gv_state = None
     if x.k_state is not None and x.alpha is not None:
-        gk_state, share = gradients_of_state(gk_out, x.alpha, x.k_state, x.readers)
+        gk_state, share = gradients_of_state(cast(Tensor, grads[1]), x.alpha, x.k_state, x.readers)
         galpha = share if galpha is None else galpha + share
     if x.v_state is not None and x.beta is not None:
-        gv_state, share = gradients_of_state(gv_out, x.beta, x.v_state, x.readers)
+        gv_state, share = gradients_of_state(cast(Tensor, grads[2]), x.beta, x.v_state, x.readers)
         gbeta = share if gbeta is None else gbeta + share
-    return gq, gk, gv, galpha, gbeta, gk_state, gv_state, None, None, gq_scale, gk_scale, *(None,) * 5
+    given = gq, gk, gv, galpha, gbeta, gk_state, gv_state, None, None, gq_scale, gk_scale
+    return *given, *(None,) * (ctx.arguments - len(given))
 
 
 def _traceable_backward(
-    ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tensor
+    ctx: Any, gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     x = Call(*ctx.saved_tensors, eps=ctx.eps)
-    if ctx.has_q and x.q is None:  # without a norm, its gradient does not depend on q
-        x = x._replace(q=x.k.new_zeros(gq_out.shape))
-    due = [y is not None for y in _outputs(x)]
+    given = _due(ctx, x, (gq_out, gk_out, gv_out))
+    if ctx.q_shape is not None and x.q is None:  # without a norm, its gradient does not depend on q
+        x = x._replace(q=x.k.new_zeros(ctx.q_shape))
     differentiable = [*x[:7], *x[9:11]]
 
     def forward(q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale) -> tuple[Tensor, ...]:
-        given = x._replace(q=q, k=k, v=v, alpha=alpha, beta=beta, k_state=k_state, v_state=v_state)
-        outputs = shift_norm_rope_traceable(given._replace(q_scale=q_scale, k_scale=k_scale))
-        return tuple(y for y, is_due in zip(outputs, due, strict=True) if y is not None and is_due)
+        call = x._replace(q=q, k=k, v=v, alpha=alpha, beta=beta, k_state=k_state, v_state=v_state)
+        outputs = shift_norm_rope_traceable(call._replace(q_scale=q_scale, k_scale=k_scale))
+        return tuple(y for y, grad in zip(outputs, given, strict=True) if y is not None and grad is not None)
 
-    grads = tuple(g for g, is_due in zip((gq_out, gk_out, gv_out), due, strict=True) if is_due)
-    *given, gq_scale, gk_scale = gradients(forward, differentiable, grads)
-    return *given, None, None, gq_scale, gk_scale, *(None,) * 5
+    *found, gq_scale, gk_scale = gradients(forward, differentiable, tuple(g for g in given if g is not None))
+    found += None, None, gq_scale, gk_scale
+    return *found, *(None,) * (ctx.arguments - len(found))
 
 
-@register_operator(
+def _prepare_forward(kernel: Any, x: Call, rows: int) -> _Prepared:
+    results = _forward_results(x, rows)
+    k, v = (
+        None if out is None and next_rows is None else y
+        for y, out, next_rows in zip((x.k, x.v), results[1:3], results[3:], strict=True)
+    )
+    grid = _grid("forward", x, x.q, k, v)
+    batch, positions, heads, _ = x.k.shape
+    numbers = batch, positions, 0 if x.q is None else x.q.shape[2], heads, _rows_per_entry(x), rows
+    return _Prepared(results, [], _launch(kernel, batch * (grid.tiles + (rows > 0)) * grid.lanes, grid, x, *numbers))
+
+
+def _launch_forward(*args: Any) -> tuple[Tensor | None, ...]:
+    inputs, (eps, rows), key = args[:TENSORS], args[TENSORS : TENSORS + 2], args[TENSORS + 2 :]
+    kernel, tiling = kernels().forward, TILING["forward" if inputs[7] is None else "forward, rotated"]
+    key = (id(kernel), tiling, eps, rows, key or tuple(map(geometry, inputs)))
+    prepared = _FORWARD.get(key)
+    if prepared is None:
+        prepared = _FORWARD[key] = _prepare_forward(kernel, Call(*inputs, eps=eps), rows)
+    results = _allocate_like(prepared.results[:3], inputs) + _allocate(prepared.results[3:], inputs[1])
+    if prepared.launch is not None:
+        prepared.launch(*results, *inputs[:-1])
+    return tuple(results)
+
+
+_shift = Operator(
     "shift",
+    _launch_forward,
     schema=f"({_INPUTS}, float eps, SymInt rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=lambda *args: _like_outputs(Call(*args[:TENSORS]), args[-1]),
+    fake=lambda *args: tuple(_empty_like(_forward_results(Call(*args[:TENSORS]), args[-1]), Call(*args[:TENSORS]))),
     save=_save_inputs,
     backward=_backward,
     traceable_backward=_traceable_backward,
 )
-def _shift(*args: Any) -> tuple[Tensor, ...]:
-    x, rows = Call(*args[:TENSORS], eps=args[-2]), args[-1]
-    outputs = _like_outputs(x, rows)
-    q_out, k_out, v_out = (y if like is not None else None for y, like in zip(outputs[:3], _outputs(x), strict=True))
-    k_next, v_next = (y if rows and of is not None else None for y, of in zip(outputs[3:], (x.k, x.v), strict=True))
-    k = x.k if k_out is not None or k_next is not None else None
-    v = x.v if v_out is not None or v_next is not None else None
-    grid = _grid("forward", x, x.q, k, v)
-    batch, positions, heads, _ = x.k.shape
-    programs = batch * (grid.tiles + (rows > 0)) * grid.lanes
-    if programs:
-        with _on_device(x.k):
-            kernels().forward[(programs,)](
-                q_out, k_out, v_out, k_next, v_next, *x[: TENSORS - 1],
-                batch, positions, 0 if x.q is None else x.q.shape[2], heads, _rows_per_entry(x), rows, *grid.sizes,
-                **grid.constants,
-            )  # fmt: skip
-    return outputs
 
 
-def shift(x: Call, rows: int) -> tuple[Tensor, ...]:
+def shift(x: Call, rows: int, *, key: Hashable | None = None, records: bool = False) -> tuple[Tensor | None, ...]:
     """Shift k and v, normalise and rotate q and k, and compute the next states, as far as `x` has the tensors.
 
         y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
@@ -288,9 +353,16 @@ def shift(x: Call, rows: int) -> tuple[Tensor, ...]:
     Args:
         x: a call whose tensors are contiguous, except q, k and v, with coefficients in the dtype of the arithmetic.
         rows: N, the number of rows of the next state of each batch entry; 0 if none is kept.
+        key: what identifies the geometry of all tensors, if they are known to be plain and not lazy, and nothing
+            records operators.
+        records: whether gradients are recorded; needed only with a key.
 
     Returns:
-        q, k, v and the next states of k and v, (B, N, G, D). A result is an empty tensor if there is nothing to
-        compute: q without a q, k with neither alpha nor cos, and v without beta.
+        q, k, v and the next states of k and v, (B, N, G, D). A result is None (an empty tensor where the operators of
+        torch.library are called) if there is nothing to compute: q without a q, k with neither alpha nor cos, v without
+        beta, and states without rows.
     """
-    return _shift(*x[:TENSORS], x.eps or 0.0, rows)
+    args = *x[:TENSORS], x.eps or 0.0, rows
+    if key is None:
+        return _shift(*args)
+    return cast(Any, _shift.differentiable)(*args, key) if records else _shift.launch(*args, key)

@@ -3,68 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvshift.ops.memory import PLAIN_TENSOR_TYPES, resolve
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES, is_lazy, resolve
 from kvshift.ops.torch_ops import needs_traceable_ops
 
-Result = TypeVar("Result")
+Results = tuple[Tensor | None, ...]
 
 
-def register_operator(
-    name: str,
-    *,
-    schema: str,
-    fake: Callable[..., Any],
-    save: Callable[..., None] | None = None,
-    backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
-    traceable_backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Return a decorator that registers a function with torch.library, as "kvshift::NAME".
+class Operator:
+    """A function registered with torch.library as "kvshift::NAME".
 
-    The decorated function is called directly if all tensors are plain and nothing records operators, because PyTorch
-    takes several times as long as a launch to dispatch to an operator written in Python, and decoding waits for it.
+    The function is called directly if all tensors are plain and nothing records operators, because PyTorch takes
+    several times as long as a launch to dispatch to an operator written in Python, and decoding waits for it.
 
     Args:
-        name: name of the operator.
-        schema: its arguments and results, in the notation of torch.library.
+        launch: takes the arguments of the schema, and returns None in place of results that are absent, for which the
+            registered operator returns empty tensors.
+        schema: arguments and results, in the notation of torch.library.
         fake: computes the outputs for tensors without data.
-        save, backward: as in `torch.library.register_autograd`. The gradients are not differentiable.
+        save, backward: as in `torch.library.register_autograd`; a gradient that `backward` is given may be None. The
+            gradients are not differentiable.
         traceable_backward: computes the same as `backward` in plain operations, for when `needs_traceable_ops` is true.
+
+    Attributes:
+        launch: the function, for callers that know that all tensors are plain and not lazy, and nothing is recorded.
+        differentiable: the same if gradients are recorded; None without a backward.
     """
 
-    def register(launch_in_memory: Callable[..., Result]) -> Callable[..., Result]:
-        def launch(*args: Any) -> Result:
-            return launch_in_memory(*(resolve(x) if isinstance(x, Tensor) else x for x in args))
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[..., Results],
+        *,
+        schema: str,
+        fake: Callable[..., Any],
+        save: Callable[..., None] | None = None,
+        backward: Callable[..., Results] | None = None,
+        traceable_backward: Callable[..., Results] | None = None,
+    ) -> None:
+        def whole(*args: Any) -> Any:
+            results, like = launch(*map(_resolve, args)), next(x for x in args if isinstance(x, Tensor))
+            return type(results)(like.new_empty(0) if y is None else y for y in results)
 
-        operator = torch.library.custom_op(f"kvshift::{name}", launch, mutates_args=(), schema=schema)
+        operator = torch.library.custom_op(f"kvshift::{name}", whole, mutates_args=(), schema=schema)
         operator.register_fake(fake)
-        differentiable = None
-        if backward is not None and traceable_backward is not None:
+        self.launch = launch
+        self.differentiable: Callable[..., Results] | None = None
+        if save is not None and backward is not None and traceable_backward is not None:
             operator.register_autograd(backward, setup_context=save)
-            alone, traceable = backward, traceable_backward
+            self.differentiable = _differentiable(name, launch, save, backward, traceable_backward)
+        self._registered = getattr(torch.ops.kvshift, name)
 
-            def backward_of_either(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-                return (traceable if needs_traceable_ops(*grads) else alone)(ctx, *grads)
+    def __call__(self, *args: Any) -> Results:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return self._registered(*args)
+        records = lazy = False
+        for x in args:
+            if isinstance(x, Tensor):
+                if type(x) not in PLAIN_TENSOR_TYPES:
+                    return self._registered(*args)
+                records = records or x.requires_grad
+                lazy = lazy or is_lazy(x)
+        if lazy:
+            args = tuple(map(_resolve, args))
+        if records and self.differentiable is not None and torch.is_grad_enabled():
+            return self.differentiable(*args)
+        return self.launch(*args)
 
-            members = {"forward": launch, "setup_context": save, "backward": backward_of_either}
-            function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})
-            differentiable = cast(Any, function).apply
-        overloads = getattr(torch.ops.kvshift, name)
 
-        def call(*args: Any) -> Result:
-            if torch.compiler.is_compiling():
-                return overloads(*args)
-            tensors = [x for x in args if isinstance(x, Tensor)]
-            if torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN_TENSOR_TYPES for x in tensors):
-                return overloads(*args)
-            if differentiable is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-                return differentiable(*args)
-            return launch(*args)
+def _differentiable(
+    name: str,
+    launch: Callable[..., Results],
+    save: Callable[..., None],
+    backward: Callable[..., Results],
+    traceable_backward: Callable[..., Results],
+) -> Callable[..., Results]:
+    """Return `launch` as an autograd function. (With a `setup_context`, PyTorch inspects signatures in every call.)"""
 
-        return call
+    def launch_and_save(ctx: Any, *args: Any) -> Results:
+        results = launch(*args)
+        save(ctx, args, results)
+        ctx.set_materialize_grads(False)
+        return results
 
-    return register
+    def backward_of_either(ctx: Any, *grads: Tensor | None) -> Results:
+        return (traceable_backward if needs_traceable_ops(*grads) else backward)(ctx, *grads)
+
+    members = {"forward": staticmethod(launch_and_save), "backward": staticmethod(backward_of_either)}
+    function: Any = type(name, (torch.autograd.Function,), members)
+    return function.apply
+
+
+def _resolve(x: Any) -> Any:
+    return resolve(x) if isinstance(x, Tensor) else x

@@ -26,9 +26,9 @@ from kvshift_lab.core.atomic import write_bytes, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.core.options import to_json
-from kvshift_lab.runs.loading import load_tokenizer, load_weights
-from kvshift_lab.runs.model_files import locate, model_folder
-from kvshift_lab.training.head_scores import Measured, attention_maps, measure_heads, sequences_for
+from kvshift_lab.run.head_scores import Measured, attention_maps, measure_heads, sequences_for
+from kvshift_lab.run.loading import load_tokenizer, load_weights
+from kvshift_lab.run.model_files import locate, model_folder
 
 _log = partial(log, command="analyze")
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from kvshift_lab.core.errors import require, require_unicode
-from kvshift_lab.training.repeat_config import RepeatConfig
+from kvshift_lab.run.repeat_config import RepeatConfig
 from kvshift_lab.variants.model_config import DType
 
 

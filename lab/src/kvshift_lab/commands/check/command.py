@@ -17,8 +17,8 @@ from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.errors import CheckFailedError, LabError, nearest
 from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.data.hub import is_hub_name, require_on_hub
-from kvshift_lab.runs.loading import load_tokenizer, load_weights
-from kvshift_lab.runs.model_files import locate, model_folder
+from kvshift_lab.run.loading import load_tokenizer, load_weights
+from kvshift_lab.run.model_files import locate, model_folder
 from kvshift_lab.variants.model_config import DType
 
 _log = partial(log, command="check")

@@ -24,10 +24,10 @@ from kvshift_lab.core.atomic import read_json, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import to_json
-from kvshift_lab.runs.folder import RunFolder
+from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.train_config import TrainConfig, differences
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.records import record_of, write_records
-from kvshift_lab.training.train_config import TrainConfig, differences
 from kvshift_lab.variants.by_name import with_variant
 
 

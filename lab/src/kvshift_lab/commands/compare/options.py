@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from kvshift_lab.core.errors import LabError, require, require_unicode
-from kvshift_lab.training.train_config import TrainConfig
+from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.variants.by_name import VARIANTS, find_entry, refinements
 
 

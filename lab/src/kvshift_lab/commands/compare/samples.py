@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig
 
 from kvshift_lab.data.text import load_text_data
-from kvshift_lab.runs.loading import load_trained
-from kvshift_lab.runs.run import read_run
+from kvshift_lab.run.finished import read_run
+from kvshift_lab.run.loading import load_trained
 from kvshift_lab.variants.continuing import continue_rows
 
 _PROMPT_TOKENS = 16

@@ -19,10 +19,10 @@ from kvshift_lab.core.errors import RunFailedError
 from kvshift_lab.core.timing import Clock, WallClock, measure, ratios
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.text import load_text_data
-from kvshift_lab.runs.loading import load_trained
-from kvshift_lab.runs.run import read_run
-from kvshift_lab.training.optimizer import adamw, recompute_activations
-from kvshift_lab.training.train_config import TrainConfig
+from kvshift_lab.run.finished import read_run
+from kvshift_lab.run.loading import load_trained
+from kvshift_lab.run.optimizer import adamw, recompute_activations
+from kvshift_lab.run.train_config import TrainConfig
 
 _LEAST_SECONDS = 0.15  # of consecutive steps: longer than the clock's resolution, shorter than changes of the machine
 _FEWEST_ROUNDS = 5

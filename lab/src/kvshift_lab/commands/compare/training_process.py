@@ -18,11 +18,11 @@ from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.errors import FolderInUseError, LabError
 from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import to_json
-from kvshift_lab.runs.folder import RunFolder
-from kvshift_lab.runs.resume import other_options
-from kvshift_lab.runs.run import is_finished
+from kvshift_lab.run.finished import is_finished
+from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.resume import other_options
+from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study.jobs import RunJob
-from kvshift_lab.training.train_config import TrainConfig
 
 # Without -P, `-m` would import from the current directory before installed packages.
 _TRAIN = (sys.executable, "-P", "-m", "kvshift_lab", "train")

@@ -15,8 +15,8 @@ from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.commands.eval.task_scores import average, compare, compare_averages, scores
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.messages import log, quiet
-from kvshift_lab.runs.loading import load_model
-from kvshift_lab.runs.model_files import locate
+from kvshift_lab.run.loading import load_model
+from kvshift_lab.run.model_files import locate
 
 _log = partial(log, command="eval")
 

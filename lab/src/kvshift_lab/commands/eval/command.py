@@ -12,7 +12,7 @@ from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.errors import RunFailedError
 from kvshift_lab.core.options import to_json
-from kvshift_lab.runs.loading import find_device
+from kvshift_lab.run.loading import find_device
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:

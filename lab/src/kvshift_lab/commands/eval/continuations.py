@@ -22,8 +22,8 @@ from kvshift_lab.core.messages import log
 from kvshift_lab.core.seeds import seed_for
 from kvshift_lab.core.statistics import mean_of
 from kvshift_lab.data.token_stream import token_stream
-from kvshift_lab.runs.loading import load_model
-from kvshift_lab.runs.progress import with_progress
+from kvshift_lab.run.loading import load_model
+from kvshift_lab.run.progress import with_progress
 from kvshift_lab.variants.continuing import continue_rows
 
 _log = partial(log, command="eval")

@@ -12,7 +12,7 @@ from kvshift_lab.commands.eval.benchmarks import BENCHMARKS, LONGEST_SOLUTION, m
 from kvshift_lab.commands.eval.items import Questions
 from kvshift_lab.core.errors import LabError, install_command
 from kvshift_lab.core.messages import quiet
-from kvshift_lab.runs.progress import ProgressReporter
+from kvshift_lab.run.progress import ProgressReporter
 from kvshift_lab.variants.uncached import decodes_with_cache
 
 try:

@@ -21,9 +21,9 @@ from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.packing import encoder
 from kvshift_lab.data.sources import read_text
 from kvshift_lab.data.token_stream import token_stream
-from kvshift_lab.runs.loading import check_tokenizer, load_config, load_tokenizer, load_weights
-from kvshift_lab.runs.model_files import locate
-from kvshift_lab.runs.progress import ProgressReporter
+from kvshift_lab.run.loading import check_tokenizer, load_config, load_tokenizer, load_weights
+from kvshift_lab.run.model_files import locate
+from kvshift_lab.run.progress import ProgressReporter
 
 _log = partial(log, command="eval")
 

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import kvshift
-from kvshift.models.registration import auto_class
 from kvshift.models.retrofit import FAMILIES
 from kvshift_lab.commands.explore.explorer_model import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift_lab.commands.explore.options import ExploreConfig
@@ -33,10 +31,10 @@ from kvshift_lab.commands.retrofit.command import encode_prompts
 from kvshift_lab.core.atomic import new_folder, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log
-from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, check_tokenizer, load_tokenizer, load_weights
-from kvshift_lab.runs.model_files import locate
-from kvshift_lab.training.callbacks import coefficients
-from kvshift_lab.training.head_scores import RepeatConfig, measure_heads, sequences_for
+from kvshift_lab.run.callbacks import coefficients
+from kvshift_lab.run.head_scores import RepeatConfig, measure_heads, sequences_for
+from kvshift_lab.run.loading import MODEL_FILE_ERRORS, check_tokenizer, load_tokenizer, load_weights
+from kvshift_lab.run.model_files import locate
 
 _log = partial(log, command="explore")
 
@@ -107,8 +105,7 @@ def _make(config: ExploreConfig) -> None:
 def _load(name: str, folder: str, tokenizer: Any) -> Any:
     """Load a model in float32, the precision of the WebAssembly runtime."""
     model = load_weights(folder, dtype="float32", device="cpu", attn_implementation="eager")
-    known = {kind for family in FAMILIES for pair in family.models.items() for kind in pair}
-    known = {kind for kind in known if auto_class(kind) is AutoModelForCausalLM}
+    known = {kind for family in FAMILIES for pair in family.models.items() for kind in pair if kind.can_generate()}
     if type(model) not in known:
         names = ", ".join(sorted(kind.__name__ for kind in known))
         raise LabError(f"model: {name} is a {type(model).__name__}, which cannot be exported; these can: {names}")

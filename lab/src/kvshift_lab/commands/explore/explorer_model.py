@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from kvshift.layers import KVShift
+from kvshift import KVShift
+from kvshift_lab.commands.export.comparison import largest_difference
 from kvshift_lab.commands.export.programs import flatten_names, load_program, write_program
-from kvshift_lab.commands.export.remote_code import largest_difference
 from kvshift_lab.core.errors import RunFailedError
 
 _INSIDE = 100e6  # maximum size in bytes of weights that are stored in the program itself

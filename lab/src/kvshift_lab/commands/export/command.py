@@ -1,4 +1,4 @@
-"""`kvshift export`: write a model that runs without kvshift, as two programs or as a folder with its code."""
+"""`kvshift export`: write a model as two programs, as a folder for mlx-lm, or as a folder for the hub."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import logging
 
+from kvshift_lab.commands.export.comparison import compute
 from kvshift_lab.commands.export.mlx_folder import MODEL_FILE, check_mlx, require_mlx, require_mlx_model, write_mlx
 from kvshift_lab.commands.export.options import ExportOptions
 from kvshift_lab.commands.export.programs import check_programs, require_packages, write_programs
-from kvshift_lab.commands.export.remote_code import check_folder, compute, require_known, write_code
+from kvshift_lab.commands.export.remote_code import check_folder, require_known, write_code
 from kvshift_lab.commands.retrofit.command import encode_prompts, require_finite
 from kvshift_lab.core.atomic import new_folder
 from kvshift_lab.core.errors import RunFailedError, require_new
 from kvshift_lab.core.messages import log
-from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved
+from kvshift_lab.run.loading import MODEL_FILE_ERRORS, load_as_saved
 
 _log = partial(log, command="export")
 
@@ -25,7 +26,7 @@ _log = partial(log, command="export")
 def export(options: ExportOptions) -> None:
     """Write the model of `options.model` to `options.out`, with its tokenizer and generation config.
 
-    The result is loaded again without this package and compared with the model on the prompts of `kvshift retrofit`.
+    The result is loaded again and compared with the model on the prompts of `kvshift retrofit`.
     The folder is created only if it is complete and computes the same.
 
     Raises:
@@ -64,8 +65,7 @@ def _write(model: Any, part: Path, options: ExportOptions) -> str:
     """Write the model to the folder `part`, and return a description of what it holds."""
     if options.remote_code:
         model.save_pretrained(part)
-        code = write_code(model, part)
-        return f"and its code, {code.name} of {len(code.read_text(encoding='utf-8').splitlines()):,} lines"
+        return f"and {write_code(model, part).name}, which imports its classes from kvshift"
     if options.format == "mlx":
         write_mlx(model, part)
         return f"for mlx-lm, with its code, {MODEL_FILE}"
@@ -79,10 +79,7 @@ def _compared(part: Path, prompts: list[Tensor], expected: dict[str, Tensor], op
     if options.remote_code:
         largest = check_folder(part, prompts, expected)
         same = "equal those" if largest == 0 else f"differ by at most {largest:.1e} from those"
-        return (
-            f"single, left-padded and packed, its logits without kvshift {same} of {options.model}, and it generates "
-            "the same tokens"
-        )
+        return f"single, left-padded and packed, its logits {same} of {options.model}, and it generates the same tokens"
     if options.format == "mlx":
         who, largest = "in mlx-lm,", check_mlx(part, prompts, expected)
     else:

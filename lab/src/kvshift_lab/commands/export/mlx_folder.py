@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
-from kvshift_lab.commands.export.remote_code import largest_difference
+from kvshift_lab.commands.export.comparison import largest_difference
 from kvshift_lab.core.errors import LabError, RunFailedError, require_importable
 
 MODEL_FILE = "kvshift_llama.py"

@@ -17,8 +17,8 @@ class ExportOptions:
     """The model to export, the format, and the folder of the result.
 
     By default the result is two programs with the weights inside: "prefill" for prompts and "decode" for the tokens
-    after them. With --format mlx it is a folder for mlx-lm; with --remote-code, a transformers model with its own
-    code. docs/export.md describes all three.
+    after them. With --format mlx it is a folder for mlx-lm; with --remote-code, a model folder that AutoModel loads
+    with trust_remote_code=True wherever kvshift is installed. docs/export.md describes all three.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -28,7 +28,7 @@ class ExportOptions:
     format: Literal["onnx", "pt2", "mlx"] = "onnx"
     """onnx: programs for ONNX Runtime. pt2: programs for `torch.export.load`. mlx: a model folder for mlx-lm."""
     remote_code: bool = False
-    """Write a model folder with its code, one Python file, instead of programs."""
+    """Write a model folder for the hub, with a file that imports the classes from kvshift, instead of programs."""
     dtype: DType = "auto"
     """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
 

@@ -31,11 +31,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 from transformers.cache_utils import DynamicCache
 
-from kvshift.models.cache import ShiftDynamicLayer
-from kvshift.models.documents import create_masks
-from kvshift.models.versions import CACHE
-from kvshift.ops import ShiftState
-from kvshift_lab.commands.export.remote_code import largest_difference, left_padded
+from kvshift import ShiftState
+from kvshift.models.extending import CACHE, ShiftDynamicLayer, create_masks
+from kvshift_lab.commands.export.comparison import largest_difference, left_padded
 from kvshift_lab.core.errors import RunFailedError, install_command, require_importable
 
 Format = Literal["onnx", "pt2"]

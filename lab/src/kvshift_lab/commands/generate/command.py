@@ -20,7 +20,7 @@ from kvshift_lab.core.errors import LabError, require_unicode
 from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import digest
 from kvshift_lab.core.seeds import seed_for
-from kvshift_lab.runs.loading import load_model
+from kvshift_lab.run.loading import load_model
 from kvshift_lab.variants.continuing import continue_rows
 from kvshift_lab.variants.uncached import decodes_with_cache
 

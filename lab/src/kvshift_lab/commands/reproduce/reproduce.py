@@ -19,7 +19,7 @@ from kvshift_lab.commands.reproduce.options import ReproduceConfig
 from kvshift_lab.core.atomic import write_bytes
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
-from kvshift_lab.runs.folder import RunFolder
+from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.study.claims import Claim
 from kvshift_lab.study.preset_report import SMOKE, report
 from kvshift_lab.study.recipe import Recipe, Record, without_tuning_runs

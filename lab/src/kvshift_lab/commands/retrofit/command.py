@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from kvshift.layers import ShiftOptions
+from kvshift import ShiftOptions
 from kvshift.models.retrofit import add_kv_shift
 from kvshift_lab.commands.retrofit.options import RetrofitOptions
 from kvshift_lab.core.atomic import new_folder
 from kvshift_lab.core.errors import LabError, RunFailedError, require_new
 from kvshift_lab.core.messages import log
-from kvshift_lab.runs.loading import MODEL_FILE_ERRORS, load_as_saved, load_weights
+from kvshift_lab.run.loading import MODEL_FILE_ERRORS, load_as_saved, load_weights
 
 _log = partial(log, command="retrofit")
 

@@ -18,11 +18,11 @@ from kvshift_lab.analysis.learning import StepsToLevel, compare_steps, steps_to_
 from kvshift_lab.analysis.tables import as_markdown
 from kvshift_lab.core.statistics import t_interval
 from kvshift_lab.recipes.language_models.settings import WIKI
+from kvshift_lab.run.probes import KINDS
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import Arm, layers_text, pair
 from kvshift_lab.study.claims import Claim, higher, lower_loss, question, sooner
 from kvshift_lab.study.recipe import Record, accuracy_curve, by_arm, last_loss, value_at
-from kvshift_lab.training.probes import KINDS
-from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 
 LEVEL = 0.2
 """Prefix matching of the best head from which on a model counts as copying."""
@@ -75,17 +75,19 @@ class InductionOnset:
             name: name of the loss: "loss", or "loss_" and a kind of target.
             steps: number of steps by seed.
         """
-        ours, theirs = (self.models[arm] for arm in pair(layers=layers))
-        return [value_at(theirs[seed], name, step) - value_at(ours[seed], name, step) for seed, step in steps.items()]
+        shifted, vanilla = (self.models[arm] for arm in pair(layers=layers))
+        return [
+            value_at(vanilla[seed], name, step) - value_at(shifted[seed], name, step) for seed, step in steps.items()
+        ]
 
     def moments(self, layers: int) -> dict[str, dict[int, float]]:
         """Return the moments by name, each as steps by seed; a moment that some seed does not reach is omitted."""
-        ours, theirs = map(self.steps_to_onset, pair(layers=layers))
+        shifted, vanilla = map(self.steps_to_onset, pair(layers=layers))
         found: dict[str, Mapping[int, float | None]] = {
-            "half way to KV-shift's change": {seed: step and step / 2 for seed, step in ours.steps.items()},
-            "at KV-shift's change": ours.steps,
-            "at vanilla's change": theirs.steps,
-            "at the end": dict(theirs.last_steps),
+            "half way to KV-shift's change": {seed: step and step / 2 for seed, step in shifted.steps.items()},
+            "at KV-shift's change": shifted.steps,
+            "at vanilla's change": vanilla.steps,
+            "at the end": dict(vanilla.last_steps),
         }
         return {
             name: {seed: step for seed, step in steps.items() if step is not None}

@@ -20,12 +20,12 @@ from kvshift_lab.recipes.decide.onset import (
     draw_onset,
     mean_text,
 )
+from kvshift_lab.run.probes import KINDS
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import layers_text, pair
 from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss, question
 from kvshift_lab.study.jobs import TextJob, pairs_of_depths
 from kvshift_lab.study.recipe import Recipe, Record, last_loss, without_tuning_runs
-from kvshift_lab.training.probes import KINDS
-from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.variants.model_config import ModelConfig
 
 MARGIN = 0.01
@@ -151,12 +151,12 @@ def plot(records: Sequence[Record]) -> Figure:
     labels = ["attention", *["nats per token"] * 3] * len(onset.depths)
     figure, panels = new_figure(titles, ylabels=labels, columns=len(names), height=2.2)
     for row, layers in enumerate(onset.depths):
-        ours, theirs = pair(layers=layers)
+        shifted, vanilla = pair(layers=layers)
         for column, name in enumerate(names):
             axes = panels[row * len(names) + column]
             if row > 0:
                 axes.sharey(panels[column])
-            draw_onset(axes, onset, {ours: "KV-shift", theirs: "vanilla"}, name)
+            draw_onset(axes, onset, {shifted: "KV-shift", vanilla: "vanilla"}, name)
     for axes in panels[:: len(names)]:
         draw_copying_level(axes)
     legend_below(figure, f"{INTERVALS}; losses of positions from 64 on")

@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 from kvshift_lab.analysis.accuracy import draw_means
 from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.recipes.encoder import ENTRY
+from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, lower_loss
 from kvshift_lab.study.jobs import TrainingJob
 from kvshift_lab.study.recipe import Recipe, Record, by_arm, curves_by_label, last_loss
 from kvshift_lab.tasks import MaskedTextConfig
-from kvshift_lab.training.task_training import TaskTrainConfig
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.bidirectional import EncoderOptions
 from kvshift_lab.variants.by_name import with_variant
 

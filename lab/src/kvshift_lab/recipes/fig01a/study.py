@@ -17,6 +17,8 @@ from kvshift_lab.recipes.induction.induction_accuracy import (
     plot_induction,
     steps_to_level_by_arm,
 )
+from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, at_most, higher, percent, reached, sooner
 from kvshift_lab.study.jobs import TrainingJob
@@ -24,8 +26,6 @@ from kvshift_lab.study.models import paper_proportions
 from kvshift_lab.study.recipe import Recipe, Record, by_arm
 from kvshift_lab.study.tuning import reached_soonest
 from kvshift_lab.tasks import InductionConfig
-from kvshift_lab.training.task_training import TaskTrainConfig
-from kvshift_lab.training.train_config import OptimizerConfig
 
 MODELS = ((4, "vanilla"), (2, "vanilla"), (1, "vanilla"), (1, "kv-shift"))  # the longest run first
 

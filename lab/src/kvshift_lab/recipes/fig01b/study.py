@@ -16,13 +16,13 @@ from kvshift_lab.recipes.induction.induction_accuracy import (
     plot_induction,
     steps_to_level_by_arm,
 )
+from kvshift_lab.run.train_config import OptimizerConfig
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, higher, percent, points
 from kvshift_lab.study.jobs import TrainingJob
 from kvshift_lab.study.models import paper_proportions
 from kvshift_lab.study.recipe import Recipe, Record, by_arm
 from kvshift_lab.study.tuning import reached_soonest
-from kvshift_lab.training.train_config import OptimizerConfig
 
 MODELS = ((2, "vanilla"), (1, "kv-shift"))  # layers, variant
 WIDTH = 8

@@ -134,10 +134,10 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def _benchmarks(size: str) -> Claim:
     """Return the claim of Table 2, the scores after all tokens, which no model that fits a laptop can test."""
-    ours, theirs = _PAPER_SCORES[size]
+    shifted, vanilla = _PAPER_SCORES[size]
     return Claim(
         statement=f"{size}: KV-shift scores higher than vanilla on eight benchmarks",
-        paper=f"{ours:.2f} against {theirs:.2f}, the mean of eight, one run of each",
+        paper=f"{shifted:.2f} against {vanilla:.2f}, the mean of eight, one run of each",
         ours="nothing was trained",
         direction="not testable here",
         note="models that fit a laptop answer these benchmarks at chance",
@@ -146,16 +146,16 @@ def _benchmarks(size: str) -> Claim:
 
 def _trained(records: Sequence[Record]) -> list[Claim]:
     models, found = by_arm(records), []
-    ours, theirs = (VARIANTS[variant].label for variant in SHIFTED_AND_VANILLA)
+    shifted, vanilla = (VARIANTS[variant].label for variant in SHIFTED_AND_VANILLA)
     for arm in models:
         if arm.variant == "vanilla":
             continue
         found.append(
             loss_claim(
                 paired_losses(models[arm], models[replace(arm, variant="vanilla")]),
-                (ours, theirs),
-                lambda ours, theirs: "not shown",
-                statement=f"{replace(arm, variant=None)}: {ours} has a lower loss than {theirs}",
+                (shifted, vanilla),
+                lambda shifted, vanilla: "not shown",
+                statement=f"{replace(arm, variant=None)}: {shifted} has a lower loss than {vanilla}",
                 paper="lower throughout, without numbers",
                 note="one pair of runs decides nothing",
             )

@@ -11,6 +11,7 @@ from kvshift_lab.analysis.accuracy import draw_curves
 from kvshift_lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift_lab.recipes.fig04 import ENTRY
 from kvshift_lab.recipes.language_models.settings import LARGE, TABLES, GridPoint, Setting, arm_job, loss_claim
+from kvshift_lab.run.train_config import OptimizerConfig
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, higher, not_testable, sign_test
 from kvshift_lab.study.jobs import StudyJob
@@ -23,7 +24,6 @@ from kvshift_lab.study.recipe import (
     has_diverged,
     paired_losses,
 )
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS
 
 PAPER_RATES = (1e-4, 2e-4, 1e-3, 1e-2)
@@ -72,30 +72,30 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     }
     found = []
     for rate in PAPER_RATES:
-        ours, theirs = (runs[variant, rate] for variant in SHIFTED_AND_VANILLA)
+        shifted, vanilla = (runs[variant, rate] for variant in SHIFTED_AND_VANILLA)
         found.append(
             loss_claim(
-                paired_losses(ours, theirs),
+                paired_losses(shifted, vanilla),
                 (VARIANTS["kv-shift"].label, VARIANTS["vanilla"].label),
                 statement=f"At the paper's rate {rate:g}, KV-shift has a lower loss than vanilla",
                 paper="always better, over 5 seeds" if rate == PAPER_RATES[1] else "better, without numbers",
-                note=f"at {_rate_of(ours):g} here",
+                note=f"at {_rate_of(shifted):g} here",
             )
         )
-    ours, theirs = (runs[variant, PAPER_RATES[-1]] for variant in SHIFTED_AND_VANILLA)
-    both = [has_diverged_or_risen(theirs[seed]) and not has_diverged_or_risen(ours[seed]) for seed in ours]
+    shifted, vanilla = (runs[variant, PAPER_RATES[-1]] for variant in SHIFTED_AND_VANILLA)
+    both = [has_diverged_or_risen(vanilla[seed]) and not has_diverged_or_risen(shifted[seed]) for seed in shifted]
     diverges = Claim(
         statement=f"At the paper's rate {PAPER_RATES[-1]:g}, vanilla diverges and KV-shift does not",
         paper="in 5 of 5 seeds",
         ours=f"in {sum(both)} of {len(both)} seeds; "
-        f"vanilla diverges in {sum(map(has_diverged_or_risen, theirs.values()))}, "
-        f"KV-shift in {sum(map(has_diverged_or_risen, ours.values()))}",
+        f"vanilla diverges in {sum(map(has_diverged_or_risen, vanilla.values()))}, "
+        f"KV-shift in {sum(map(has_diverged_or_risen, shifted.values()))}",
         direction=sign_test(sum(both), len(both) - sum(both)),
-        note=f"at {_rate_of(ours):g} here; to diverge is to end at no finite number, or {RISE} nats above one's own "
+        note=f"at {_rate_of(shifted):g} here; to diverge is to end at no finite number, or {RISE} nats above one's own "
         "lowest loss",
     )
     is_small = records[0].options["model"].get("size") is None
-    if is_small and not any(map(has_diverged_or_risen, theirs.values())):
+    if is_small and not any(map(has_diverged_or_risen, vanilla.values())):
         diverges = not_testable(diverges, "a model so small, clipped and after so few steps, does not diverge at all")
     return [*found, diverges, _at_low_rates(runs)]
 
@@ -104,7 +104,7 @@ def _at_low_rates(runs: Mapping[tuple[str, float], Mapping[int, Record]]) -> Cla
     """Return the claim, raised by a reviewer, that the gain is larger at the second highest rate than at the lowest."""
     high, low = PAPER_RATES[-2], PAPER_RATES[0]
     pairs = [paired_losses(*(runs[variant, rate] for variant in SHIFTED_AND_VANILLA)) for rate in (high, low)]
-    gains = [[theirs - ours for ours, theirs in known] for known in pairs if known]
+    gains = [[vanilla - shifted for shifted, vanilla in known] for known in pairs if known]
     return loss_claim(
         [*zip(*gains, strict=True)] if len(gains) == 2 else None,
         (f"the gain at {high:g}", f"that at {low:g}"),

@@ -17,14 +17,14 @@ from kvshift_lab.analysis.accuracy import draw_curves
 from kvshift_lab.analysis.panels import legend_below, new_figure
 from kvshift_lab.core.statistics import t_interval
 from kvshift_lab.recipes.fig08 import ENTRY
+from kvshift_lab.run.task_trainer import score
+from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.claims import Claim, Direction, higher, percent, points, question
 from kvshift_lab.study.jobs import MeasuredJob
 from kvshift_lab.study.recipe import Recipe, Record, by_arm
 from kvshift_lab.tasks import HopConfig, HopTask, evaluation_batches
-from kvshift_lab.training.task_trainer import score
-from kvshift_lab.training.task_training import TaskTrainConfig
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, with_variant
 from kvshift_lab.variants.small_gpt2 import GPT2Options
 
@@ -180,24 +180,24 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     models, depths, largest = by_arm(records), _depths(records), _largest(records)
     found = []
     for layers in depths:
-        ours, theirs = (_means(models[arm]) for arm in pair(layers=layers))
+        shifted, vanilla = (_means(models[arm]) for arm in pair(layers=layers))
         found.append(
             Claim(
                 statement=f"With {layers} layers, KV shift makes fewer errors over k = 1 ... {largest}",
                 paper="the lower curve",
-                ours=_against(ours, theirs) + _CAVEATS.get((layers, largest), ""),
-                direction=higher(theirs, ours),
+                ours=_against(shifted, vanilla) + _CAVEATS.get((layers, largest), ""),
+                direction=higher(vanilla, shifted),
                 note="the paper gives no numbers for KV shift",
             )
         )
     layers = 5 if 5 in depths else depths[-1]
-    ours, theirs = (_errors(models[arm], largest) for arm in pair(layers=layers))
+    shifted, vanilla = (_errors(models[arm], largest) for arm in pair(layers=layers))
     found += [
         Claim(
             statement=f"With {layers} layers and k = {largest}, KV shift makes fewer errors",
             paper=f"with 5 layers and k = 16 small against {PUBLISHED[5][-1]:.1%}".replace("%", " %"),
-            ours=_against(ours, theirs) + _CAVEATS.get((layers, largest), ""),
-            direction=higher(theirs, ours),
+            ours=_against(shifted, vanilla) + _CAVEATS.get((layers, largest), ""),
+            direction=higher(vanilla, shifted),
             note="as in the paper" if (layers, largest) == (5, 16) else "another size than in the paper",
         ),
         *(_deeper(models, depths, variant) for variant in SHIFTED_AND_VANILLA if len(depths) > 1),
@@ -272,10 +272,10 @@ def _share(errors: Sequence[float]) -> str:
     )
 
 
-def _against(ours: Sequence[float], theirs: Sequence[float]) -> str:
+def _against(shifted: Sequence[float], vanilla: Sequence[float]) -> str:
     """Return both errors as text, with their difference in points unless all errors would be printed as 0.0 %."""
-    both = f"{_share(ours)} against {_share(theirs)}"
-    return both if max(*ours, *theirs) < _MIN_PRINTED else f"{both}: {points(ours, theirs)}"
+    both = f"{_share(shifted)} against {_share(vanilla)}"
+    return both if max(*shifted, *vanilla) < _MIN_PRINTED else f"{both}: {points(shifted, vanilla)}"
 
 
 def _deeper(models: dict[Arm, dict[int, Record]], depths: Sequence[int], variant: str) -> Claim:
@@ -298,12 +298,12 @@ def _deeper(models: dict[Arm, dict[int, Record]], depths: Sequence[int], variant
 
 def _worth_a_layer(models: dict[Arm, dict[int, Record]], fewer: int, more: int) -> Claim:
     """Return the question whether the shift is worth the next depth; asked after the laptop's runs had been seen."""
-    ours = _means(models[Arm(variant="kv-shift", layers=fewer)])
-    theirs = _means(models[Arm(variant="vanilla", layers=more)])
+    shifted = _means(models[Arm(variant="kv-shift", layers=fewer)])
+    vanilla = _means(models[Arm(variant="vanilla", layers=more)])
     return question(
         statement=f"{fewer} layers with KV shift make fewer errors than {more} without",
-        ours=_against(ours, theirs),
-        direction=higher(theirs, ours),
+        ours=_against(shifted, vanilla),
+        direction=higher(vanilla, shifted),
         note="mean over all k; asked after the laptop's runs had been seen",
     )
 

@@ -13,6 +13,8 @@ from kvshift_lab.analysis.accuracy import draw_accuracy
 from kvshift_lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
 from kvshift_lab.analysis.panels import legend_below, new_figure
 from kvshift_lab.recipes.fig09 import ENTRY
+from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_task import TaskTrainConfig, task_of
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.claims import Claim, Direction, percent, points, within
 from kvshift_lab.study.jobs import TrainingJob
@@ -20,8 +22,6 @@ from kvshift_lab.study.models import paper_proportions
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
 from kvshift_lab.study.tuning import reached_soonest
 from kvshift_lab.tasks import NGramConfig
-from kvshift_lab.training.task_training import TaskTrainConfig, task_of
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 SCORED = "new"
@@ -90,18 +90,18 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     found = []
     for size in _sizes(records):
         both = [models[arm] for arm in pair(case=size)]
-        ours, theirs = map(_final, both)
+        shifted, vanilla = map(_final, both)
         soon, late = (steps_to_level(accuracy_curves(seeds, SCORED), LEVEL) for seeds in both)
-        perfect = all(share == 1 for share in (*ours, *theirs))
+        perfect = all(share == 1 for share in (*shifted, *vanilla))
         found += [
             Claim(
                 statement=f"At {size} parameters KV shift changes how much is memorized by less than "
                 f"{100 * MARGIN:g} points",
                 paper="no difference",
-                ours=f"both memorize all, in each of {len(ours)} seeds"
+                ours=f"both memorize all, in each of {len(shifted)} seeds"
                 if perfect
-                else f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
-                direction=within(ours, theirs, margin=MARGIN),
+                else f"{percent(shifted)} against {percent(vanilla)}: {points(shifted, vanilla)}",
+                direction=within(shifted, vanilla, margin=MARGIN),
                 note=f"the mean of the last {LAST} evaluations; the paper has curves without legible axes",
             ),
             Claim(
@@ -137,11 +137,11 @@ def _final(seeds: dict[int, Record]) -> list[float]:
     return [last_mean(record, SCORED, LAST) for record in seeds.values()]
 
 
-def _as_soon(ours: StepsToLevel, theirs: StepsToLevel) -> Direction:
+def _as_soon(shifted: StepsToLevel, vanilla: StepsToLevel) -> Direction:
     """Decide from the interval of the ratio of steps; "not shown" if a run never reaches the level."""
-    if ours.missing or theirs.missing:
+    if shifted.missing or vanilla.missing:
         return "not shown"
-    logs = [[math.log(step) for step in reach.reached] for reach in (ours, theirs)]
+    logs = [[math.log(step) for step in reach.reached] for reach in (shifted, vanilla)]
     return within(*logs, margin=math.log(RATIO_MARGIN))
 
 

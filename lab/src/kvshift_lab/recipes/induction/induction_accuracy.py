@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from kvshift_lab.analysis.accuracy import draw_accuracy
 from kvshift_lab.analysis.learning import StepsToLevel, steps_to_level
 from kvshift_lab.analysis.panels import legend_below, new_figure
+from kvshift_lab.run.train_task import task_of
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.recipe import Record, accuracy_curves, by_arm, curves_by_label, last_mean
-from kvshift_lab.training.task_training import task_of
 
 SCORED = "first_repeat"
 """Name of the paper's metric: accuracy at the target of the first repeat of each sequence."""

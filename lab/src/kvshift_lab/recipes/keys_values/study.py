@@ -15,11 +15,11 @@ from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.recipes.decide import study as decide
 from kvshift_lab.recipes.decide.onset import InductionOnset, draw_copying_level, draw_onset
 from kvshift_lab.recipes.keys_values import ENTRY
+from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim
 from kvshift_lab.study.jobs import TextJob
 from kvshift_lab.study.recipe import Recipe, Record
-from kvshift_lab.training.train_config import TrainConfig
 from kvshift_lab.variants.by_name import with_variant
 
 LAYERS = 2

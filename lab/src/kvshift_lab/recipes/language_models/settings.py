@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvshift_lab.core.statistics import verdict
 from kvshift_lab.data.config import DataConfig
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, Direction, lower
 from kvshift_lab.study.cost import training_flops
@@ -20,7 +21,6 @@ from kvshift_lab.study.jobs import StudyJob
 from kvshift_lab.study.models import llama_config_from_record
 from kvshift_lab.study.notes import read_notes
 from kvshift_lab.study.recipe import Record, by_arm, has_diverged, last_loss, paired_losses
-from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.variants.by_name import with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 

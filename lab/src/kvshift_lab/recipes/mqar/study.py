@@ -12,14 +12,14 @@ from kvshift_lab.analysis.accuracy import draw_accuracy
 from kvshift_lab.analysis.learning import compare_steps, steps_to_level
 from kvshift_lab.analysis.panels import legend_below, new_figure
 from kvshift_lab.recipes.mqar import ENTRY
+from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.claims import Claim, percent, sign_test, sooner
 from kvshift_lab.study.jobs import TrainingJob
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
 from kvshift_lab.study.tuning import reached_soonest
 from kvshift_lab.tasks import MQARConfig
-from kvshift_lab.training.task_training import TaskTrainConfig
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, with_variant
 from kvshift_lab.variants.small_gpt2 import GPT2Options
 

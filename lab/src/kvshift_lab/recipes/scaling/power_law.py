@@ -18,6 +18,7 @@ from kvshift_lab.analysis.scaling import Interval, PowerLaw, fit_power_law
 from kvshift_lab.core.statistics import difference_interval, verdict
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.recipes.language_models.settings import LARGE, WIKI
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import Arm, layers_text
 from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss
 from kvshift_lab.study.cost import count_parameters
@@ -26,7 +27,6 @@ from kvshift_lab.study.jobs import StudyJob
 from kvshift_lab.study.models import llama_config_from_record
 from kvshift_lab.study.notes import read_notes
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
-from kvshift_lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS, with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 
@@ -113,16 +113,16 @@ class _Runs:
     """The runs of one size with and without the shift, paired by seed."""
 
     name: str
-    ours: Sequence[Record]
-    theirs: Sequence[Record]
+    shifted: Sequence[Record]
+    vanilla: Sequence[Record]
 
     @property
     def size(self) -> int:
-        return parameters_of(self.theirs[0])
+        return parameters_of(self.vanilla[0])
 
     def losses(self, at: float = 1.0) -> tuple[list[float], list[float]]:
         """Return the losses with and without the shift at the evaluation nearest to the fraction `at` of the steps."""
-        return [_loss(record, at) for record in self.ours], [_loss(record, at) for record in self.theirs]
+        return [_loss(record, at) for record in self.shifted], [_loss(record, at) for record in self.vanilla]
 
 
 def _loss(record: Record, part: float) -> float:
@@ -136,20 +136,20 @@ def _by_size(records: Sequence[Record], *, longer: bool = False) -> list[_Runs]:
     sizes = dict.fromkeys(replace(arm, variant=None) for arm in models if (arm.steps is not None) == longer)
     found = []
     for size in sizes:
-        ours, theirs = ([*models[replace(size, variant=variant)].values()] for variant in SHIFTED_AND_VANILLA)
-        found.append(_Runs(size.label, ours, theirs))
+        shifted, vanilla = ([*models[replace(size, variant=variant)].values()] for variant in SHIFTED_AND_VANILLA)
+        found.append(_Runs(size.label, shifted, vanilla))
     return sorted(found, key=lambda runs: runs.size)
 
 
 def _at_each_size(records: Sequence[Record]) -> list[Claim]:
     claims = []
     for runs in _by_size(records):
-        ours, theirs = runs.losses()
+        shifted, vanilla = runs.losses()
         claims.append(
             lower_loss(
                 f"{runs.name}: KV-shift has a lower loss than vanilla",
-                ours,
-                theirs,
+                shifted,
+                vanilla,
                 paper="lower at 1.5B, 6.7B and 13B",
                 note=f"nats per token, of {runs.size:,} parameters without embeddings",
             )
@@ -163,7 +163,7 @@ def over_sizes(records: Sequence[Record]) -> list[Claim]:
     if len(claims) < 2:
         return claims
     both = [runs.losses() for runs in _by_size(records)]
-    by_size = [[one - other for one, other in zip(ours, theirs, strict=True)] for ours, theirs in both]
+    by_size = [[one - other for one, other in zip(shifted, vanilla, strict=True)] for shifted, vanilla in both]
     means = [statistics.fmean(of_seed) for of_seed in zip(*by_size, strict=True)]
     mean = lower_loss(
         f"Mean over {len(both)} sizes, by seed: KV-shift has a lower loss than vanilla",
@@ -179,11 +179,11 @@ def _fits(records: Sequence[Record]) -> tuple[PowerLaw, PowerLaw]:
     sizes: list[float] = []
     losses: tuple[list[float], list[float]] = ([], [])
     for runs in _by_size(records):
-        sizes += [runs.size] * len(runs.ours)
+        sizes += [runs.size] * len(runs.shifted)
         for both, found in zip(losses, runs.losses(), strict=True):
             both += found
-    ours, theirs = (fit_power_law(sizes, found) for found in losses)
-    return ours, theirs
+    shifted, vanilla = (fit_power_law(sizes, found) for found in losses)
+    return shifted, vanilla
 
 
 def _ratios_by_seed(records: Sequence[Record]) -> list[PowerLaw]:
@@ -202,7 +202,7 @@ def scaling(records: Sequence[Record]) -> list[Claim]:
     """Return the claims of Figure 6: the gain at every size, exponents, extrapolation to larger models, more tokens."""
     each = [claim.direction for claim in _at_each_size(records)]
     together: Direction = "fails" if "fails" in each else "holds" if set(each) == {"holds"} else "not shown"
-    ours, theirs = _fits(records)
+    shifted, vanilla = _fits(records)
     sizes = _by_size(records)
     beyond = 10 * sizes[-1].size
     ratios = _ratios_by_seed(records)
@@ -220,8 +220,8 @@ def scaling(records: Sequence[Record]) -> list[Claim]:
             paper="it gives no exponents",
             ours=f"the exponents differ by {_over_seeds(steeper)}",
             direction=higher(steeper, [0.0] * len(steeper)),
-            note=f"a is {ours.exponent} with and {theirs.exponent} without, N_c {ours.critical_size:.3g} and "
-            f"{theirs.critical_size:.3g}: of all runs, by the bootstrap",
+            note=f"a is {shifted.exponent} with and {vanilla.exponent} without, N_c {shifted.critical_size:.3g} and "
+            f"{vanilla.critical_size:.3g}: of all runs, by the bootstrap",
             own=True,
         ),
         Claim(
@@ -229,7 +229,7 @@ def scaling(records: Sequence[Record]) -> list[Claim]:
             paper="it does not extrapolate",
             ours=f"the ratio of the losses is {_over_seeds(at)}",
             direction=higher([1.0] * len(at), at),
-            note=f"at {beyond:,} parameters {ours.at(beyond)} nats against {theirs.at(beyond)}, of all runs by the "
+            note=f"at {beyond:,} parameters {shifted.at(beyond)} nats against {vanilla.at(beyond)}, of all runs by the "
             "bootstrap, if the power law holds so far",
             own=True,
         ),
@@ -294,7 +294,7 @@ def plot_scaling(records: Sequence[Record]) -> Figure:
 def _draw_runs(axes: Axes, runs: _Runs) -> None:
     curves = {
         VARIANTS[variant].label: {seed: accuracy_curve(record, "loss") for seed, record in enumerate(found)}
-        for variant, found in zip(SHIFTED_AND_VANILLA, (runs.ours, runs.theirs), strict=True)
+        for variant, found in zip(SHIFTED_AND_VANILLA, (runs.shifted, runs.vanilla), strict=True)
     }
     draw_means(axes, curves)
 

@@ -13,6 +13,9 @@ from kvshift_lab.analysis.accuracy import draw_accuracy, draw_shares
 from kvshift_lab.analysis.colors import colors_of
 from kvshift_lab.analysis.panels import legend_below, new_figure
 from kvshift_lab.recipes.tab04 import ENTRY
+from kvshift_lab.run.answers import answer_accuracy
+from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.claims import Claim, higher, not_testable, percent, points
 from kvshift_lab.study.jobs import MeasuredJob
@@ -20,9 +23,6 @@ from kvshift_lab.study.models import paper_proportions
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift_lab.tasks import IGSMConfig
 from kvshift_lab.tasks.igsm import IGSMTask
-from kvshift_lab.training.answers import answer_accuracy
-from kvshift_lab.training.task_training import TaskTrainConfig
-from kvshift_lab.training.train_config import OptimizerConfig
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
 MODELS = {arm.label: arm for arm in pair()}
@@ -162,10 +162,10 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def _accuracy_text(runs: Sequence[dict[int, Record]], which: str) -> str:
     """Return the shares of right answers of both models as text, by the paper's rule and with every step right."""
-    ours, theirs = (_shares(seeds, "paper", which) for seeds in runs)
+    shifted, vanilla = (_shares(seeds, "paper", which) for seeds in runs)
     strict = [_shares(seeds, "strict", which) for seeds in runs]
     return (
-        f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; "
+        f"{percent(shifted)} against {percent(vanilla)}: {points(shifted, vanilla)}; "
         f"with every step right {percent(strict[0])} against {percent(strict[1])}"
     )
 
@@ -211,8 +211,8 @@ def _shares(seeds: dict[int, Record], measure: str, which: str = "answers") -> l
 
 
 def _share_text(shares: dict[str, float]) -> str:
-    ours, theirs = shares["KV-shift"], shares["vanilla"]
-    return f"{100 * ours:.2f} % against {100 * theirs:.2f} %: {100 * (ours - theirs):+.2f} points"
+    shifted, vanilla = shares["KV-shift"], shares["vanilla"]
+    return f"{100 * shifted:.2f} % against {100 * vanilla:.2f} %: {100 * (shifted - vanilla):+.2f} points"
 
 
 RECIPE = Recipe(

@@ -1,4 +1,4 @@
-// Scores of heads on repeated sequences, as defined in `kvshift_lab.training.head_scores`.
+// Scores of heads on repeated sequences, as defined in `kvshift_lab.run.head_scores`.
 
 // Shares of each lag in what a query head reads, from coefficients [KV head][lag]; without coefficients, [1].
 export function shares(coefficients, heads) {

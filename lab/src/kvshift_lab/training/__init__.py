@@ -1,1 +1,0 @@
-"""Training runs on text (`kvshift train`) and on synthetic tasks, with transformers' Trainer."""

@@ -1,0 +1,74 @@
+"""Checkpoints: which are complete, which are kept, and that an old one never costs a new one."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvshift_lab.run.checkpoints import find_checkpoint, remove_old_checkpoints
+from kvshift_lab.run.train import train
+
+from ..run_cases import assert_same_run, copied, tiny
+
+
+def checkpoint(out: Path, step: int, *, whole: bool = True) -> Path:
+    folder = out / f"checkpoint-{step}"
+    folder.mkdir()
+    (folder / "weights").write_text("1 2 3")
+    if whole:
+        (folder / "complete").touch()
+    return folder
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in out.glob("checkpoint-*"))
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in (8, 9, 10, 11):
+        checkpoint(tmp_path, step)
+    remove_old_checkpoints(tmp_path / "checkpoint-11", 2, pytest.fail)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-11"]
+    remove_old_checkpoints(tmp_path / "checkpoint-11", 1, pytest.fail)
+    assert names(tmp_path) == ["checkpoint-11"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_costs_nothing(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        checkpoint(tmp_path, step)
+    remove, said = shutil.rmtree, []
+
+    def busy(folder, *args, **kwargs):
+        if folder.name == "checkpoint-1":
+            raise OSError(16, "Device or resource busy")
+        remove(folder, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    remove_old_checkpoints(tmp_path / "checkpoint-3", 1, said.append)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    assert said == ["checkpoint-1 is no longer needed, but could not be removed: [Errno 16] Device or resource busy"]
+
+
+def test_what_is_left_of_a_checkpoint_half_removed_goes(tmp_path):
+    checkpoint(tmp_path, 1, whole=False)
+    checkpoint(tmp_path, 2)
+    assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_a_model_that_stands_is_not_removed_before_the_next(finished, corpus, tmp_path, monkeypatch):
+    """Just before the new model replaces the old one, both are complete on the disk."""
+    out = copied(finished, tmp_path)
+    rename, seen = Path.rename, []
+
+    def watched(path, target):
+        if path.name == ".model.part":
+            seen.append((path / "model.safetensors").exists())
+            seen.append((out / ".model.former" / "model.safetensors").exists())
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    train(tiny(corpus, out))
+    assert seen == [True, True]
+    assert not list(out.glob(".model*"))
+    assert_same_run(out, finished)
