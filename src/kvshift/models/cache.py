@@ -42,16 +42,25 @@ class ShiftCacheLayer:
         document_offset: (B,), index of the first token of each row's last document; None if that is 0 in all rows.
         window: number of tokens that the shift mixes, W; 1 without a shift.
         record_past: whether to keep the raw rows of all tokens until `crop` is called, as assisted generation requires.
+        next_token: the prepared call of `kvshift.models.next_token`, which overwrites `shift_state` at every token.
     """
 
     shift_state: ShiftState | None = None
     document_offset: Tensor | None = None
     window: int
     record_past: bool = False
+    next_token: Any = None
 
     def __init__(self, window: int, **sizes: int) -> None:
         super().__init__(**sizes)
         self.window = window
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies of the layer hold: not the call that writes to this layer's tensors, nor its state."""
+        copied = {name: value for name, value in vars(self).items() if name != "next_token"}
+        if self.next_token is not None and self.shift_state is not None:
+            copied["shift_state"] = self.shift_state.clone()
+        return copied
 
     def shift_tokens(
         self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **options: Any
@@ -91,7 +100,7 @@ class ShiftCacheLayer:
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.shift_state = self.document_offset = None
+        self.shift_state = self.document_offset = self.next_token = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]

@@ -20,7 +20,7 @@ Cache of a call. `CACHE` is the name of the argument in the installed version of
 `write_shift`; `ShiftDynamicLayer` is such a layer of a `DynamicCache`.
 
 Model. `ShiftedPreTrainedModel` is a mixin that initialises coefficients and keeps them in float32. `add_child` and
-`register_model_class` change modules and classes of a finished model.
+`register_model_class` change modules and classes of a finished model; `auto_class` is the Auto class of a model class.
 
 Shapes: B batch, T positions of this call, R rows of state, H query heads, G heads, D head size, W window.
 """
@@ -36,6 +36,7 @@ from kvshift.models.cache import ShiftDynamicLayer
 from kvshift.models.decoder import ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.documents import create_masks, create_token_masks
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
+from kvshift.models.registration import auto_class
 from kvshift.models.retrofit.family import add_child, register_model_class
 from kvshift.models.versions import CACHE, resolve_cache_argument
 from kvshift.ops import shift_tokens
@@ -55,6 +56,7 @@ __all__ = [
     "ShiftedPreTrainedModel",
     "add_child",
     "apply_rotary",
+    "auto_class",
     "create_masks",
     "create_token_masks",
     "lagged_tokens",

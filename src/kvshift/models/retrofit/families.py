@@ -53,6 +53,7 @@ MISTRAL = rotary_family(
     "MistralModel",
     "MistralForCausalLM",
     "MistralForSequenceClassification",
+    llama_norm=modeling_mistral.MistralRMSNorm,
     attention=_OneWindow,
     bias=False,
     output_bias=False,
@@ -63,6 +64,7 @@ QWEN2 = rotary_family(
     "Qwen2Model",
     "Qwen2ForCausalLM",
     "Qwen2ForSequenceClassification",
+    llama_norm=modeling_qwen2.Qwen2RMSNorm,
     bias=True,
     output_bias=False,
 )
@@ -72,6 +74,7 @@ QWEN3 = rotary_family(
     "Qwen3Model",
     "Qwen3ForCausalLM",
     "Qwen3ForSequenceClassification",
+    llama_norm=modeling_qwen3.Qwen3RMSNorm,
     qk_norm=True,
 )
 

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvshift.models.registration import auto_class
+from kvshift.models.extending import auto_class
 from kvshift.models.retrofit import FAMILIES
-from kvshift.models.retrofit.family import Family
 from kvshift_lab.commands.export.comparison import largest_difference
 from kvshift_lab.core.errors import LabError, RunFailedError
 
@@ -105,7 +104,7 @@ def check_folder(
 
 
 @cache
-def _causal_models() -> dict[type, Family]:
+def _causal_models() -> dict[type, Any]:
     """Return the families by the class of their causal language model, Llama first."""
     families = sorted(FAMILIES, key=lambda family: family.config.model_type != "kvshift_llama")
     return {
