@@ -47,9 +47,14 @@ test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp
 	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/ops/triton/test_compiled.py $(ARGS)
 
+# PEFT, accelerate, TRL and lm-eval come after the check of what is installed without them; with NEIGHBOURS=newest also in
+# versions that pyproject.toml does not allow yet.
 .PHONY: test-newest
-test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install . ./lab` installs
+test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install . ./lab` installs, then with the newest of other packages
 	@.venv-newest/bin/python -P lab/tests/installed.py $(abspath .venv-oldest/bin/python)
+	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check '.[trl]' './lab[eval]' $(if $(filter newest,$(NEIGHBOURS)),&& \
+		.venv-newest/bin/python -m pip install -qq --disable-pip-version-check --upgrade accelerate lm-eval peft trl)
+	@.venv-newest/bin/python -P -W ignore lab/tests/neighbours.py
 
 .PHONY: test-ray
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine

@@ -95,6 +95,7 @@ def _backends() -> Iterator[str]:
 
     from kvshift.ops.arguments import Call
     from kvshift.ops.cpu.kernel import cpu_unsupported_reason
+    from kvshift.ops.cpu.next_token import next_token_dtypes
     from kvshift.ops.dispatch import choose_backend, fused_path, shift_path
     from kvshift.ops.triton.call import triton_unsupported_reason
 
@@ -106,6 +107,8 @@ def _backends() -> Iterator[str]:
         path = fused_path(call._replace(q=k, cos=table, sin=table)) if rotates else "unfused"
         if path == "launch":
             return "triton, with rotary embedding in the same launch"
+        if path == "next token" and k.dtype in next_token_dtypes() and k.is_cpu:
+            return "one call of the compiled kernel in models of the Llama, Mistral, Qwen and Baichuan-M1 families"
         if path == "next token":
             return "a few plain operations, because preparing a launch takes longer"
         path = shift_path(call)

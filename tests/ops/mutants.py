@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import types
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ class Mutant:
     @contextmanager
     def in_place(self, folder: Path) -> Iterator[None]:
         """Let every function of the file run the changed code within the context; a CPU kernel is built in `folder`."""
-        mutant = self._built(folder) if self.file.endswith(".cpp") else self
+        mutant = self._built(folder) if self.file.endswith((".cpp", ".h")) else self
         module = importlib.import_module("kvshift.ops." + mutant.file.removesuffix(".py").replace("/", "."))
         path = str(module.__file__)
         changed = dict(_codes(compile(mutant.source(), path, "exec", dont_inherit=True)))
@@ -55,7 +56,9 @@ class Mutant:
 
     def _built(self, folder: Path) -> Mutant:
         source, library = folder / "kernel.cpp", folder / "kernel.so"
-        source.write_text(self.source())
+        for path in (*ROOT.glob("cpu/*.cpp"), *ROOT.glob("cpu/*.h")):
+            shutil.copy(path, folder)
+        (folder / Path(self.file).name).write_text(self.source())
         level, _ = _BUILDS[torch.backends.cpu.get_cpu_capability()]
         command = ["g++", *BUILD.split(), f"-march={level}", *LINK.split(), str(source), "-o", str(library)]
         subprocess.run(command, check=True)

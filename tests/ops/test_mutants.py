@@ -6,6 +6,7 @@ checks are those that the tests call; all other tests show that they pass on the
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from . import checks
+from . import checks, next_token_cases
 from .cases import Case, random_case
 from .conftest import skip_unless_built
 from .fused_cases import fused, random_fused
@@ -80,6 +81,21 @@ def check_next_token_of_infinities(backend: str) -> None:
     assert torch.equal(fused(case, backend)[1], finite)
 
 
+def check_one_call(backend: str) -> None:
+    """Several sequences with tables of their own, norms, zeros in the coefficients, heads of 11 vectors."""
+    for dtype in (torch.float32, torch.bfloat16):
+        options = {"dtype": dtype, "batch": 3, "tables": 3, "size": 88, "v_size": 9, "norm": True, "zeros": True}
+        next_token_cases.check(next_token_cases.Case(**options))
+        next_token_cases.check(next_token_cases.Case(**options, counted=True))
+
+
+def check_a_full_cache(backend: str) -> None:
+    for counted in (False, True):
+        with contextlib.suppress(IndexError):
+            next_token_cases.by_kernel(next_token_cases.Case(tokens=3, room=2, counted=counted))
+            raise AssertionError("a token beyond the end")
+
+
 check_parity = parity(SEQUENCES)
 check_packs = partial(checks.check_pack_is_its_sequences, PACK, lengths=checks.LENGTHS)
 check_as_many_sequences_as_tokens = partial(
@@ -102,6 +118,7 @@ check_wide_window = parity(random_case(23, 1, 6, window=4, rows=4))
 
 Table = dict[str, dict[str, tuple[str, str, Check]]]
 SHIFT, PLAN, STATE, EAGER, KERNEL = "shift.py", "boundaries.py", "state.py", "torch_ops.py", "cpu/kernel.cpp"
+NEXT_TOKEN = "cpu/next_token.h"
 CALL = "shift(x, coefficients, state, plan)"  # the call of the backend
 LAST = "        return y, state_after("
 NEXT = "state_after(x, state, plan, max_rows)"
@@ -255,6 +272,38 @@ OF_AUTO: Table = {
             check_sums,
         ),
     },
+    NEXT_TOKEN: {
+        "state not overwritten": (
+            "std::memcpy(k_state, k_head, n.D",
+            "std::memcpy(k_state, k_state, n.D",
+            check_one_call,
+        ),
+        "state overwritten too early": (
+            "        shift_head(k_head, k_state, n.alpha",
+            "        std::memcpy(k_state, k_head, n.D * sizeof(T));\n        shift_head(k_head, k_state, n.alpha",
+            check_one_call,
+        ),
+        "cache written elsewhere": ("n.keys.at(b, at)", "n.keys.at(b, at + 1)", check_one_call),
+        "values written elsewhere": ("n.values.at(b, at)", "n.values.at(b, at - 1)", check_one_call),
+        "cache written beyond its end": ("at >= n.room", "at > n.room", check_a_full_cache),
+        "length not counted": ("if (n.length) ++*n.length;", "", check_one_call),
+        "norm summed otherwise": ("i < whole ? i % groups : 0", "i % groups", check_one_call),
+        "norm of keys forgotten": ("if (n.k_scale) norm", "if (false) norm", check_one_call),
+        "tables of another row": ("cos + b * table", "cos + (n.B - 1 - b) * table", check_one_call),
+        "rotated the other way": ("widen(sin[d]))", "-widen(sin[d]))", check_one_call),
+        "zero coefficient of the previous token read": ("else if (b == 0)", "else if (false)", check_one_call),
+        "zero coefficient of the token read": ("else if (a == 0)", "else if (false)", check_one_call),
+        "values like keys": ("n.beta ? n.beta", "n.beta ? n.alpha", check_one_call),
+        "one rounding too few": (
+            "y[d] = rounded<T>(__builtin_fmaf(widen(state[d]), b, widen",
+            "y[d] = (__builtin_fmaf(widen(state[d]), b, widen",
+            check_one_call,
+        ),
+    },
+    "cpu/next_token.py": {
+        "gains swapped": ("q_gain, k_gain, self.eps = gains", "k_gain, q_gain, self.eps = gains", check_one_call),
+        "tables of the first sequence alone": ("0 if self.sequences == 1 else self.size", "0", check_one_call),
+    },
     "cpu/kernel.py": {
         "sums of the first span alone": ("sums.sum(0)", "sums[0]", check_sums),
     },
@@ -295,7 +344,7 @@ MUTANTS = [*mutants(OF_BOTH, "auto", "eager"), *mutants(OF_EAGER, "eager"), *mut
 def test_a_mutant_is_caught(mutant, check, backend, tmp_path):
     if backend == "auto":
         skip_unless_built("cpu")
-    if mutant.file == KERNEL and shutil.which("g++") is None:
+    if mutant.file in (KERNEL, NEXT_TOKEN) and shutil.which("g++") is None:
         pytest.skip("no compiler")
     check(backend)
     with mutant.in_place(tmp_path), pytest.raises(AssertionError):

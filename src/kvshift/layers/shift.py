@@ -134,6 +134,27 @@ class KVShift(nn.Module):
             coefficient_cache=self._coefficient_cache,
         )  # fmt: skip  # type: ignore[return-value]  # queries were given
 
+    def coefficients_alone(self) -> tuple[nn.Parameter | None, nn.Parameter | None] | None:
+        """Return alpha and beta if `forward` with a state is their formula, with a window of 2, and nothing else.
+
+        Returns None for hooks, subclasses, parametrized and constrained coefficients, and shifted queries. For the next
+        token of generation, whose kernel reads the parameters.
+        """
+        options, parameters = self.options, self._parameters
+        if (
+            type(self) is not KVShift  # a parametrization changes the class
+            or options.window != 2
+            or options.constraint != "free"
+            or "q" in self.targets
+            or self._forward_hooks
+            or self._forward_pre_hooks
+            or "forward" in self.__dict__
+            or "alpha" not in parameters
+            or "beta" not in parameters
+        ):
+            return None
+        return parameters["alpha"], parameters["beta"]  # type: ignore[return-value]
+
     def extra_repr(self) -> str:
         return repr(self.options).removeprefix("ShiftOptions(").removesuffix(")")
 

@@ -9,8 +9,9 @@ Shapes: B batch, T positions of this call, S sequences, H query heads, G KV head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from kvshift.layers.shift import shift_type_error
 from kvshift.models.cache import check_recording, ensure_shift_cache, require_growth, store_document_offset, token_count
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks
+from kvshift.models.next_token import prepare_next_token
 from kvshift.models.versions import CACHE, refuse_unknown, resolve_cache_argument, warn_if_untested
 from kvshift.ops.arguments import Norms
 from kvshift.ops.boundaries import shared_plans
@@ -79,6 +81,8 @@ class ShiftedAttention:
         eager_attention: the family's function for attn_implementation="eager".
         apply_rotary: the family's own `apply_rotary_pos_emb`, for (B, heads, T, D). None: the rotary embedding, if
             there is one, is Llama's and the norms are plain RMSNorms, which may run in one launch with the shift.
+        llama_norm: the class of `q_norm` and `k_norm` if they and the rotary embedding compute Llama's formulas, and
+            the next token may take one call (`kvshift.models.next_token`); None if not.
         qk_norm: whether `q_norm` and `k_norm` normalise the heads between shift and rotary embedding. (Read at every
             token, an attribute costs less than a look-up in the configuration.)
         sliding_window: number of tokens that each token attends to, itself included; None for all.
@@ -99,6 +103,7 @@ class ShiftedAttention:
     shift: KVShift
     eager_attention: ClassVar[Callable]
     apply_rotary: ClassVar[Callable | None] = None
+    llama_norm: ClassVar[type[nn.Module] | None] = None
     qk_norm: bool = False
     sliding_window: int | None = None
 
@@ -121,22 +126,20 @@ class ShiftedAttention:
         cache: Cache | None = None,
         shift_mask: Tensor | None = None,
         shift_seq_idx: Tensor | None = None,
+        next_token: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        norms = (self.q_norm, self.k_norm) if self.qk_norm else None
-        if self.apply_rotary is None:
+        heads, cache = self.project(hidden_states), past_key_values if cache is None else cache
+        done = None if next_token is None else next_token.shift_and_cache(self, *heads, cache)
+        if done is None:
+            norms = (self.q_norm, self.k_norm) if self.qk_norm else None
             after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
-        else:
-            after = {"finish": partial(_norm_then_rotate, self.apply_rotary, position_embeddings, norms)}
-        query, key, value = shift_and_cache(
-            self.shift,
-            *self.project(hidden_states),
-            past_key_values if cache is None else cache,
-            self.layer_idx,
-            mask=shift_mask,
-            seq_idx=shift_seq_idx,
-            **after,
-        )
+            if self.apply_rotary is not None:
+                after = {"finish": partial(_norm_then_rotate, self.apply_rotary, position_embeddings, norms)}
+            done = shift_and_cache(
+                self.shift, *heads, cache, self.layer_idx, mask=shift_mask, seq_idx=shift_seq_idx, **after
+            )
+        query, key, value = done
         output, weights = self.attend(
             query,
             key,
@@ -228,12 +231,12 @@ def shift_and_cache(
     """
     if not hasattr(shift, "targets"):
         raise shift_type_error(shift)
-    where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
+    options: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is None or not shift.targets:
-        q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+        q, k, v, _ = shift(q, k, v, keep_state=False, **options)
     else:
         layer: Any = cache.layers[layer_idx]
-        q, k, v = layer.shift_tokens(shift, q, k, v, **where)
+        q, k, v = layer.shift_tokens(shift, q, k, v, **options)
     if finish is not None:
         q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -373,6 +376,7 @@ class RotaryDecoder(ShiftedDecoder):
     layers: nn.ModuleList
     norm: nn.Module
     rotary_emb: nn.Module
+    has_llama_layers: ClassVar[bool] = False  # whether there are layers with `ShiftedAttention.llama_norm`
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> Any:
         """Return the `position_embeddings` of all attention layers, or a dict of them by layer type."""
@@ -383,8 +387,11 @@ class RotaryDecoder(ShiftedDecoder):
         self, hidden_states: Tensor, masks: dict[str, Tensor | None], *, position_ids: Tensor, **kwargs: Any
     ) -> BaseModelOutputWithPast:
         tables = self.rotary_tables(hidden_states, position_ids)
-        layer_types = self.config.layer_types[: self.config.num_hidden_layers]
         attn_implementation = self.config._attn_implementation  # once: a look-up in a configuration takes microseconds
+        layer_types: Iterable[str] = repeat("attention", self.config.num_hidden_layers)
+        if isinstance(tables, dict) or "attention" not in masks:
+            layer_types = self.config.layer_types[: self.config.num_hidden_layers]
+        tokens, masks = prepare_next_token(self, hidden_states, tables, masks, kwargs[CACHE], attn_implementation)
         # zip, not a slice: a slice of a ModuleList is a new module, which would be created at every token.
         for decoder_layer, layer_type in zip(self.layers, layer_types, strict=False):
             hidden_states = decoder_layer(
@@ -393,6 +400,7 @@ class RotaryDecoder(ShiftedDecoder):
                 position_embeddings=tables[layer_type] if isinstance(tables, dict) else tables,
                 position_ids=position_ids,
                 attn_implementation=attn_implementation,
+                next_token=tokens.get(layer_type),
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: kwargs[CACHE]})

@@ -5,12 +5,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from kvshift.layers.shift import _warn_rounded
 from kvshift.models.retrofit import (
     KVShiftGPT2Config,
     KVShiftGPT2LMHeadModel,
+    add_kv_shift,
     load_kv_shift,
 )
 
@@ -82,3 +84,16 @@ def test_a_folder_of_gpt2_given_coefficients_while_it_is_loaded(tmp_path):
     model, report = KVShiftGPT2LMHeadModel.from_pretrained(tmp_path, config=config, output_loading_info=True)
     assert all(".shift." in name for name in report["missing_keys"])
     assert torch.equal(logits_of(model, ids), logits_of(plain, ids))
+
+
+def test_gpt_neox_from_a_folder_with_the_earlier_name_of_its_head(tmp_path):
+    """Transformers renames the weight on loading, and back on saving, by the name of the class."""
+    plain = stock("GPT-NeoX")
+    plain.save_pretrained(tmp_path / "plain")
+    file = tmp_path / "plain" / "model.safetensors"
+    weights = {name.replace("lm_head.", "embed_out."): tensor for name, tensor in load_file(file).items()}
+    assert "embed_out.weight" in weights
+    save_file(weights, file, metadata={"format": "pt"})
+    add_kv_shift(type(plain).from_pretrained(tmp_path / "plain")).save_pretrained(tmp_path / "shifted")
+    loaded = load_kv_shift(tmp_path / "shifted")
+    assert torch.equal(loaded.lm_head.weight, plain.lm_head.weight)

@@ -16,6 +16,7 @@ from transformers import initialization as init
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaPreTrainedModel,
+    LlamaRMSNorm,
     LlamaRotaryEmbedding,
     eager_attention_forward,
 )
@@ -34,6 +35,7 @@ class BaichuanM1Attention(ShiftedAttention, nn.Module):
     """Attention whose number and size of heads depend on the layer, with one matrix for queries, keys and values."""
 
     eager_attention = staticmethod(eager_attention_forward)
+    llama_norm = LlamaRMSNorm
     is_causal = True
 
     def __init__(self, config: BaichuanM1Config, layer_idx: int) -> None:

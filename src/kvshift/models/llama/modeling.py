@@ -28,6 +28,7 @@ class KVShiftLlamaAttention(ShiftedAttention, LlamaAttention):
     """Llama's attention over shifted keys and values."""
 
     eager_attention = staticmethod(eager_attention_forward)
+    llama_norm = LlamaRMSNorm
 
     def __init__(self, config: KVShiftLlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -64,6 +65,7 @@ class KVShiftLlamaModel(RotaryDecoder, KVShiftLlamaPreTrainedModel, LlamaModel):
     """The decoder without a head; see `transformers.LlamaModel`."""
 
     layer_class: ClassVar[type[nn.Module]] = KVShiftLlamaDecoderLayer
+    has_llama_layers = True
 
     def __init__(self, config: Any) -> None:
         self._check_config(config)

@@ -53,6 +53,7 @@ MISTRAL = rotary_family(
     "MistralModel",
     "MistralForCausalLM",
     "MistralForSequenceClassification",
+    llama_norm=modeling_mistral.MistralRMSNorm,
     attention=_OneWindow,
     bias=False,
     output_bias=False,
@@ -63,6 +64,7 @@ QWEN2 = rotary_family(
     "Qwen2Model",
     "Qwen2ForCausalLM",
     "Qwen2ForSequenceClassification",
+    llama_norm=modeling_qwen2.Qwen2RMSNorm,
     bias=True,
     output_bias=False,
 )
@@ -72,6 +74,7 @@ QWEN3 = rotary_family(
     "Qwen3Model",
     "Qwen3ForCausalLM",
     "Qwen3ForSequenceClassification",
+    llama_norm=modeling_qwen3.Qwen3RMSNorm,
     qk_norm=True,
 )
 
@@ -132,8 +135,8 @@ class _GPTNeoXDecoder(RetrofittedDecoder):
         **kwargs: Any,
     ) -> Any:
         """Run the decoder as other families' do; the order of the arguments is that of GPT-NeoX."""
-        given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
-        return super().forward(*given, **kwargs)
+        arguments = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        return super().forward(*arguments, **kwargs)
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         return self.emb_dropout(self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds)

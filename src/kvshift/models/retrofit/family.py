@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from kvshift.layers import KVShift, ShiftOptions
@@ -81,6 +82,7 @@ def rotary_family(
     attention: type[ShiftedAttention] = ShiftedAttention,
     decoder: type[RotaryDecoder] = RetrofittedDecoder,
     qk_norm: bool = False,
+    llama_norm: type[nn.Module] | None = None,
     **more: Any,
 ) -> Family:
     """Create a family with rotary embedding, whose classes combine `models/decoder.py` with classes of transformers.
@@ -91,21 +93,24 @@ def rotary_family(
         attention: mixin listed before the family's attention class, for example to change how it projects.
         decoder: mixin listed before the family's decoder class.
         qk_norm: as in `Family`.
+        llama_norm: as in `ShiftedAttention`.
         more: other fields of `Family`.
     """
     plain_attention, plain_decoder, *plain_heads = (getattr(modeling, name) for name in names)
     bases: dict[Any, tuple[type, ...]] = {plain_decoder: (decoder,)}
     bases |= {plain: ((ShiftedGeneration,) if plain.can_generate() else ()) + (Retrofitted,) for plain in plain_heads}
     config = _config_with_shift(plain_decoder.config_class)
+    of_model = {"config_class": config, "has_llama_layers": llama_norm is not None}
     members = {
         "qk_norm": qk_norm,
+        "llama_norm": llama_norm,
         "eager_attention": staticmethod(modeling.eager_attention_forward),
         "apply_rotary": staticmethod(modeling.apply_rotary_pos_emb),
     }
     return Family(
         config=config,
         attention=(plain_attention, _with_shift(plain_attention, (attention,), members)),
-        models={plain: _with_shift(plain, before, {"config_class": config}) for plain, before in bases.items()},
+        models={plain: _with_shift(plain, before, of_model) for plain, before in bases.items()},
         qk_norm=qk_norm,
         **more,
     )
@@ -115,6 +120,11 @@ def register(family: Family) -> None:
     """Register a family's classes where transformers and its neighbours look models up."""
     (stock, *_) = family.models
     register_model_type(family.config, family.models.values(), like=stock.config_class.model_type)
+    # The names of weights that transformers converts on loading, and back on saving: it does so by the name of a class.
+    for plain, with_shift in family.models.items():
+        conversions = get_checkpoint_conversion_mapping(plain.__name__)
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(with_shift.__name__, conversions, overwrite=True)
 
 
 def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) -> Any:

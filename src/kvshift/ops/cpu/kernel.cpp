@@ -333,6 +333,8 @@ void backward(const Call<T, A>& call) {
     }
 }
 
+#include "next_token.h"
+
 }  // namespace
 
 #define KVSHIFT_KERNELS(NAME, T, A)                                                                                  \
@@ -349,3 +351,15 @@ KVSHIFT_KERNELS(float32, float, float)
 KVSHIFT_KERNELS(float64, double, double)
 KVSHIFT_KERNELS(bfloat16, bfloat16, float)
 KVSHIFT_KERNELS(float16, _Float16, float)
+
+#define KVSHIFT_NEXT_TOKEN(NAME, T)                                                                                  \
+    extern "C" int64_t kvshift_next_token_##NAME(                                                                    \
+        const NextToken<T>& layer, const T* q, const T* k, const T* v, const T* cos, const T* sin, int64_t table,    \
+        T* q_out, int64_t at                                                                                         \
+    ) {                                                                                                              \
+        return next_token(layer, q, k, v, cos, sin, table, q_out, at);                                               \
+    }
+
+KVSHIFT_NEXT_TOKEN(float32, float)
+KVSHIFT_NEXT_TOKEN(bfloat16, bfloat16)
+KVSHIFT_NEXT_TOKEN(float16, _Float16)

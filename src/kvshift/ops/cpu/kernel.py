@@ -206,6 +206,7 @@ class _Kernels:
         self.refusal: str | None = None
         self.forward: dict[torch.dtype, Any] = {}
         self.backward: dict[torch.dtype, Any] = {}
+        self.next_token: dict[torch.dtype, Any] = {}  # see next_token.py
         capability = torch.backends.cpu.get_cpu_capability()
         build, self.rows_per_sum = _BUILDS.get(capability, (capability, 0))
         path = Path(__file__).with_name(f"_kernel.{build}.so")
@@ -221,6 +222,13 @@ class _Kernels:
             for direction, functions in (("forward", self.forward), ("backward", self.backward)):
                 function = functions[dtype] = library[f"kvshift_{direction}_{name}"]
                 function.argtypes, function.restype = (ctypes.POINTER(_Call),), None
+        holding_the_lock = ctypes.PyDLL(str(path))  # of the interpreter: releasing it takes longer than a token
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            name = f"kvshift_next_token_{_DTYPES[dtype]}"
+            if hasattr(holding_the_lock, name):  # a binary from before an update of an editable installation has none
+                function = self.next_token[dtype] = holding_the_lock[name]
+                function.argtypes = (_POINTER, *[_POINTER] * 5, _INT, _POINTER, _INT)
+                function.restype = _INT
 
 
 @functools.cache

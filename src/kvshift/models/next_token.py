@@ -1,0 +1,233 @@
+"""The next token of generation on a CPU: one call of the compiled kernel in place of a layer's shift, norms and cache.
+
+`prepare_next_token` decides once per forward pass. `Token.shift_and_cache` then computes each layer, with the bits of
+`kvshift.models.decoder.shift_and_cache`, the general way, which remains for everything else:
+
+- the pass: several tokens, padding, documents, no cache or one with an `update` of its own, gradients, compilers and
+  tracers, a backend other than "auto", no compiled kernel, float64, tensor subclasses, hooks on all modules;
+- the layer: a shift that is not a `KVShift`, of queries, wider than 2, constrained, parametrized, hooked or not in
+  float32; norms other than Llama's, or hooked; rotation other than Llama's; a cache that records for drafts;
+- the tensors: projections of another dtype, as under autocast, or of another shape than the state.
+
+Shapes: B batch, T positions, H query heads, G KV heads, N cached tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
+from transformers.cache_utils import Cache
+
+from kvshift.layers import KVShift
+from kvshift.models.cache import (
+    ShiftCacheLayer,
+    ShiftDynamicLayer,
+    ShiftSlidingWindowLayer,
+    ShiftStaticLayer,
+    ShiftStaticSlidingWindowLayer,
+    StaticShiftCacheLayer,
+)
+from kvshift.ops.cpu.next_token import Gains, NextToken, TokenTables, next_token_dtypes
+from kvshift.ops.dispatch import choose_backend
+from kvshift.ops.rope import Rotary, half_tables
+from kvshift.ops.torch_ops import needs_traceable_ops
+
+Heads = tuple[Tensor, Tensor, Tensor]
+Masks = dict[str, Tensor | None]
+_NO_GAINS: Gains = (None, None, 0.0)
+
+_MIN_ROOM, _ROOM = 64, 8  # tokens of room that a growing cache is given: at least these, and one for every so many
+
+
+def prepare_next_token(
+    decoder: Any, hidden_states: Tensor, rotary: Any, masks: Masks, cache: Cache | None, attn_implementation: str | None
+) -> tuple[dict[str, Token], Masks]:
+    """Return what the layers need to compute the next token in one call each.
+
+    Args:
+        decoder: the `RotaryDecoder`.
+        hidden_states: input of the first layer, (B, T, E).
+        rotary: tables of all layers, or a dict of them by type of layer: those of transformers, (L, T, D), or those of
+            `kvshift.ops.rope.rotate_half`, (L, T, 1, D).
+        masks: the result of `kvshift.models.documents.create_masks`.
+        cache: the cache of the pass, after `ensure_shift_cache`.
+        attn_implementation: name of the attention function.
+
+    Returns:
+        A `Token` for each type of layer, "attention" if all are alike; none if this pass needs the general way; and
+        the masks, which for a token are converted once for all layers.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not decoder.has_llama_layers
+        or hidden_states.shape[1] != 1
+        or cache is None
+        or torch.is_grad_enabled()
+        or not masks["padding"] is masks["documents"] is None
+        or not hidden_states.is_cpu
+        or type(cache).update is not Cache.update
+        or "update" in vars(cache)
+        or choose_backend("auto") != "auto"
+        or needs_traceable_ops()
+        or _has_any_global_hook()
+        or hidden_states.dtype not in next_token_dtypes()
+    ):
+        return {}, masks
+    try:
+        if isinstance(rotary, dict):
+            tokens = {layer_type: _token(tables) for layer_type, tables in rotary.items()}
+        else:
+            tokens = dict.fromkeys(masks, _token(rotary))
+    except ValueError:
+        return {}, masks
+    if attn_implementation == "sdpa":
+        masks = {name: _scores(mask, hidden_states.dtype) for name, mask in masks.items()}
+    return tokens, masks
+
+
+def _token(tables: Rotary) -> Token:
+    return Token(half_tables(*tables) if tables[0].ndim == 3 else tables)
+
+
+def _scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Convert a boolean mask of attention to terms of the scores, as PyTorch's attention does in every layer."""
+    if mask is None or mask.ndim != 4 or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+class Token(TokenTables):
+    """The next token of every sequence."""
+
+    __slots__ = ()
+
+    def shift_and_cache(self, attention: Any, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Heads | None:
+        """Shift, normalise, rotate and cache the token in one layer; None if that needs the general way.
+
+        Args:
+            attention: a `ShiftedAttention`.
+            q, k, v: projections, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv).
+            cache: the cache of the pass.
+
+        Returns:
+            q (B, H, 1, D); k and v (B, G, N, D), cached tokens included.
+        """
+        if attention.llama_norm is None or torch.compiler.is_compiling():
+            return None
+        layer: Any = cache.layers[attention.layer_idx]
+        write = _WRITE.get(type(layer))
+        shift = attention._modules["shift"]
+        if write is None or layer.record_past or layer.keys is None or type(shift) is not KVShift:
+            return None
+        coefficients = shift.coefficients_alone()
+        gains = _gains(attention) if attention.qk_norm else _NO_GAINS
+        if coefficients is None or gains is None:
+            return None
+        call = layer.next_token
+        if call is None or not call.is_current(layer.shift_state, coefficients, gains):
+            call = layer.next_token = _prepare_layer(layer, q, k, v, coefficients, gains)
+        return write(layer, call, q, k, v, self) if call is not None and call.takes(q, k, v, self) else None
+
+
+def _gains(attention: Any) -> Gains | None:
+    """Return the gains and the epsilon of both norms, if calling them computes Llama's formula and nothing else."""
+    norms = attention._modules["q_norm"], attention._modules["k_norm"]
+    for norm in norms:
+        if (
+            type(norm) is not attention.llama_norm
+            or norm._forward_hooks
+            or norm._forward_pre_hooks
+            or "forward" in norm.__dict__
+        ):
+            return None
+    (q_gain, eps), (k_gain, k_eps) = ((norm._parameters.get("weight"), norm.variance_epsilon) for norm in norms)
+    return None if q_gain is None or k_gain is None or k_eps != eps else (q_gain, k_gain, eps)
+
+
+def _prepare_layer(
+    layer: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, coefficients: tuple[Any, Any], gains: Gains
+) -> NextToken | None:
+    """Prepare the calls for a layer. Its state becomes one that nobody else has, because calls overwrite it."""
+    state = layer.shift_state
+    if not coefficients[0] is coefficients[1] is None:
+        if state is None or state.q is not None or not state.rows == state.max_rows == 1:
+            return None
+        if not isinstance(layer, StaticShiftCacheLayer):  # whose state is always its own
+            state = state.clone()
+    if "update" in vars(layer):
+        return None
+    try:
+        call = NextToken(q, k, v, state, *coefficients, gains)
+    except ValueError:
+        return None
+    layer.shift_state = state
+    return call
+
+
+# How the layers of a cache are written --------------------------------------------------------------------------------
+
+
+def _append(
+    layer: ShiftDynamicLayer, call: NextToken, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables
+) -> Heads | None:
+    """Write to the room after the tokens of a growing cache, whose keys and values are views of longer tensors."""
+    keys: Any = layer.keys
+    values: Any = layer.values
+    is_own = call.cached is not None and keys is call.cached[0] and values is call.cached[1]
+    if (not is_own or call.is_full(keys.shape[2])) and not _make_room(call, keys, values):
+        return None
+    at = keys.shape[2]
+    q = call(q, k, v, tables, at)
+    keys, values = (room.narrow(2, 0, at + 1) for room in call.buffers)
+    layer.keys, layer.values = call.cached = keys, values
+    return q, keys, values
+
+
+def _make_room(call: NextToken, keys: Tensor, values: Tensor) -> bool:
+    """Copy the cached tokens into longer tensors and let the call write there; False if it cannot."""
+    call.cached = call.buffers = None  # freed before the new ones are allocated
+    if keys.ndim != 4 or values.ndim != 4 or keys.dtype is not call.dtype or values.dtype is not call.dtype:
+        return False
+    tokens = keys.shape[2]
+    room = tokens + max(_MIN_ROOM, tokens // _ROOM)
+    k_room, v_room = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (keys, values))
+    if not call.write_to(k_room, v_room):
+        return False
+    k_room[:, :, :tokens], v_room[:, :, :tokens] = keys, values
+    call.cached = keys, values
+    return True
+
+
+def _overwrite(
+    layer: ShiftStaticLayer, call: NextToken, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables
+) -> Heads | None:
+    """Write at index `cumulative_length`, which the kernel increments."""
+    keys: Any = layer.keys
+    values: Any = layer.values
+    length = layer.cumulative_length
+    is_prepared = call.buffers is not None and keys is call.buffers[0] and values is call.buffers[1]
+    if not (is_prepared and length is call.length) and not call.write_to(keys, values, length):
+        return None
+    q = call(q, k, v, tables)
+    layer.tokens_fed += 1
+    return q, keys, values
+
+
+def _update(layer: Any, call: NextToken, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables) -> Heads | None:
+    """Write to tensors of one token, with which a cache layer with a sliding window updates itself."""
+    k_new, v_new = (x.new_empty(x.shape[0], x.shape[2], 1, x.shape[3]) for x in (k, v))
+    if not call.write_to(k_new, v_new):
+        return None
+    return call(q, k, v, tables, 0), *layer.update(k_new, v_new)
+
+
+_WRITE: dict[type, Callable[..., Heads | None]] = {
+    ShiftDynamicLayer: _append,
+    ShiftStaticLayer: _overwrite,
+    ShiftSlidingWindowLayer: _update,
+    ShiftStaticSlidingWindowLayer: _update,
+}

@@ -1,0 +1,241 @@
+"""The next token of generation in one call of the compiled kernel: shift, QK-norm, rotation, state and cache.
+
+The result has the bits of the separate operations in `kvshift.ops.decode`. What a call needs is prepared once for each
+layer of a cache; then a token passes a few addresses. (An operator of torch.library would take as long, and would need
+the ABI of one version of PyTorch.)
+
+Shapes: B batch, H query heads, G KV heads, D head size, N rows of a cache. L is B, or 1 if all sequences share tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshift.ops.cpu.kernel import _CPU, _INT, _PARALLEL, _POINTER, _kernels, _Rows
+from kvshift.ops.memory import is_lazy, unreadable_reason
+from kvshift.ops.rope import Rotary
+from kvshift.ops.state import ShiftState
+
+MAX_SIZE = 1024  # of a head; `max_size` of next_token.h
+
+Gains = tuple[Tensor | None, Tensor | None, float]
+"""Gains of the norms of queries and keys, (D,), and their epsilon; None for no norms."""
+
+
+class _Record(ctypes.Structure):
+    """The struct `NextToken` of next_token.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("B", "H", "G", "D", "Dv", "threads")),
+        *((f"{name}_{axis}", _INT) for name in "qkv" for axis in ("batch", "head")),
+        *((name, _Rows) for name in ("k_state", "v_state", "keys", "values")), ("room", _INT),
+        *((name, _POINTER) for name in ("length", "alpha", "beta", "q_scale", "k_scale")), ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
+class TokenTables:
+    """The rotary tables of one token, for all layers.
+
+    Args:
+        rotary: cosine and sine, (L, 1, 1, D), as in `kvshift.ops.rope.rotate_half`.
+
+    Raises:
+        ValueError: the kernel cannot read them.
+    """
+
+    __slots__ = ("addresses", "dtype", "rotary", "sequences", "size")
+
+    def __init__(self, rotary: Rotary) -> None:
+        cos, sin = rotary
+        for table in rotary:
+            reason = unreadable_reason(table, _CPU, cos.dtype)
+            if reason is None and (table.shape != cos.shape or table.ndim != 4 or not table.is_contiguous()):
+                reason = f"it takes contiguous tables (sequences, 1, 1, size), got {tuple(table.shape)}"
+            if reason is not None or is_lazy(table):
+                raise ValueError(f"rotary tables cannot be read by the CPU kernel: {reason}")
+        self.rotary, self.dtype = rotary, cos.dtype  # the tensors must live as long as the addresses
+        self.sequences, self.size = cos.shape[0], cos.shape[3]
+        self.addresses = cos.data_ptr(), sin.data_ptr(), 0 if self.sequences == 1 else self.size
+
+
+class NextToken:
+    """The prepared calls for one layer of a cache.
+
+    Args:
+        q, k, v: projections of a token, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv); later ones must be alike.
+        state: the state before the token, with one row, which every call overwrites; None if nothing is shifted.
+        alpha, beta: coefficients, (G, 2) in float32. If None, k or v is not shifted.
+        gains: of the norms between shift and rotation, which compute Llama's formula.
+
+    Attributes:
+        buffers: the cache that calls write to, (B, G, N, D) and (B, G, N, Dv); None at first.
+        length: the number of its rows in use, if calls count them.
+        cached: for the caller: the part of the buffers in use.
+
+    Raises:
+        ValueError: the kernel does not support this; the message says why.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: ShiftState | None,
+        alpha: Tensor | None,
+        beta: Tensor | None,
+        gains: Gains = (None, None, 0.0),
+    ) -> None:
+        batch, _, heads, size = q.shape
+        kv_heads, v_size = v.shape[2:]
+        q_gain, k_gain, self.eps = gains
+        self.state, self.tensors, self.dtype = state, (alpha, beta, q_gain, k_gain), q.dtype
+        self._inputs = [(x.shape, x.stride()) for x in (q, k, v)]
+        self._refuse(q, k, v)
+        rows = (None, None) if state is None else (state.k, state.v)
+        self._addresses = [
+            *(_address(name, x, (kv_heads, 2), torch.float32) for name, x in (("alpha", alpha), ("beta", beta))),
+            *(_address("a gain", x, (size,), self.dtype) for x in (q_gain, k_gain)),
+        ]
+        self._dtypes = [None if x is None else x.dtype for x in self.tensors]
+        if q_gain is not None and not sums_like_torch(size):
+            raise ValueError(f"PyTorch sums {size} numbers in another order on this machine")
+        k_rows, v_rows = (
+            _Rows() if x is None else _Rows(_address(name, x, like.shape, self.dtype), *x.stride()[:3])
+            for name, x, like in zip(("state.k", "state.v"), rows, (k, v), strict=True)
+        )
+        strides = [stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))]
+        self._record = _Record(
+            batch, heads, kv_heads, size, v_size, 1, *strides, k_rows, v_rows, _Rows(), _Rows(), 0, None,
+            *self._addresses, self.eps,
+        )  # fmt: skip
+        self._is_large = q.numel() + k.numel() + v.numel() >= _PARALLEL
+        self._function, self._reference = _kernels().next_token[self.dtype], ctypes.byref(self._record)
+        self._q_shape = (batch, heads, 1, size)
+        self.buffers: Any = None
+        self.cached: Any = None
+        self.length: Tensor | None = None
+
+    def is_current(
+        self, state: ShiftState | None, coefficients: tuple[Tensor | None, Tensor | None], gains: Gains
+    ) -> bool:
+        """Return True if these are still the state, the coefficients and the gains, in the same memory."""
+        if state is not self.state or gains[2] != self.eps:
+            return False
+        tensors = coefficients if gains[0] is None else (*coefficients, *gains[:2])
+        if len(tensors) < 4 and self.tensors[2] is not None:
+            return False
+        for x, known, address, dtype in zip(tensors, self.tensors, self._addresses, self._dtypes, strict=False):
+            if x is not known or (x is not None and (x.data_ptr() != address or x.dtype is not dtype)):
+                return False
+        return True
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables) -> bool:
+        """Return True if the projections are like those that the call was prepared for, and the tables fit."""
+        for x, (shape, stride) in zip((q, k, v), self._inputs, strict=True):
+            if (
+                type(x) is not Tensor
+                or x.dtype is not self.dtype
+                or x.shape != shape
+                or x.stride() != stride
+                or not x.is_cpu
+                or is_lazy(x)
+            ):
+                return False
+        batch, _, _, size = self._q_shape
+        return tables.dtype is self.dtype and tables.size == size and tables.sequences in (1, batch)
+
+    def write_to(self, keys: Tensor, values: Tensor, length: Tensor | None = None) -> bool:
+        """Let later calls write to this cache; return False if it is not one that the kernel can write to.
+
+        Args:
+            keys: (B, G, N, D). values: (B, G, N, Dv).
+            length: number of rows in use, one int64, which every call increments; None if the caller counts.
+        """
+        for x, like in ((keys, self._inputs[1][0]), (values, self._inputs[2][0])):
+            expected = (like[0], like[2], keys.shape[2], like[3])
+            if (
+                unreadable_reason(x, _CPU, self.dtype) is not None
+                or x.shape != expected
+                or x.stride(3) != 1
+                or is_lazy(x)
+            ):
+                return False
+        if length is not None and (unreadable_reason(length, _CPU, torch.int64) is not None or length.numel() != 1):
+            return False
+        record = self._record
+        for rows, x in ((record.keys, keys), (record.values, values)):
+            rows.data, rows.batch, rows.row, rows.head = x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)
+        record.room, record.length = keys.shape[2], None if length is None else length.data_ptr()
+        self.buffers, self.length = (keys, values), length
+        return True
+
+    def is_full(self, tokens: int) -> bool:
+        """Return True if the cache has no room for more than this many tokens."""
+        return tokens >= self._record.room
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
+        """Shift, normalise and rotate a token that the call `takes`; write the cache and overwrite the state.
+
+        Args:
+            at: row of the cache to write to, unless a `length` counts them.
+
+        Returns:
+            q, (B, H, 1, D).
+
+        Raises:
+            IndexError: the cache has no such row. Nothing is written then.
+        """
+        if self._is_large:
+            self._record.threads = torch.get_num_threads()
+        out = torch.empty(self._q_shape, dtype=self.dtype, device="cpu")
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if self._function(self._reference, *addresses, *tables.addresses, out.data_ptr(), at) < 0:
+            raise IndexError(f"the cache is full: it has room for {self._record.room} tokens")
+        return out
+
+    def _refuse(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        kernels = _kernels()
+        if kernels.refusal is not None or self.dtype not in kernels.next_token:
+            raise ValueError(kernels.refusal or f"the kernel of the next token does not support {self.dtype}")
+        (batch, _, _, size), (_, _, kv_heads, v_size) = q.shape, v.shape
+        if size % 2 or max(size, v_size) > MAX_SIZE:
+            raise ValueError(f"heads must be of an even size up to {MAX_SIZE}, got {size} and {v_size}")
+        expected = ((batch, 1, q.shape[2], size), (batch, 1, kv_heads, size), (batch, 1, kv_heads, v_size))
+        for name, x, shape in zip("qkv", (q, k, v), expected, strict=True):
+            reason = unreadable_reason(x, _CPU, self.dtype)
+            if reason is not None or x.shape != shape or x.stride(3) != 1:
+                raise ValueError(f"{name}: {reason or f'it takes dense heads {shape}, got {tuple(x.shape)}'}")
+
+
+def _address(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+    """Return the address of a contiguous tensor, or None if there is none."""
+    if x is None:
+        return None
+    reason = unreadable_reason(x, _CPU, dtype)
+    if reason is not None or x.shape != shape or not x.is_contiguous() or is_lazy(x):
+        raise ValueError(f"{name}: {reason or f'it takes contiguous {shape}, got {tuple(x.shape)}'}")
+    return x.data_ptr()
+
+
+@functools.cache
+def sums_like_torch(size: int) -> bool:
+    """Return True if the kernel's norm has the bits of PyTorch's operations, which depend on the order of the sum."""
+    heads, eps = 256, 1e-5
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(1, 1, heads, size, generator=generator) * torch.logspace(-3, 3, heads)[:, None]
+    out, gain, cos, sin = torch.empty_like(x), torch.ones(size), torch.ones(size), torch.zeros(size)
+    record = _Record(B=1, H=heads, D=size, threads=1, q_head=size, q_scale=gain.data_ptr(), room=1, eps=eps)
+    addresses = (x.data_ptr(), None, None, cos.data_ptr(), sin.data_ptr(), 0, out.data_ptr())
+    _kernels().next_token[torch.float32](ctypes.byref(record), *addresses, 0)
+    return torch.equal(out, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def next_token_dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes of tokens that the kernel takes; none if it was not built or cannot be loaded."""
+    return tuple(_kernels().next_token)
