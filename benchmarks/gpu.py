@@ -12,7 +12,7 @@ $OUT/summary.txt            the short table that is printed last
 $OUT/steps.log              output of the steps
 $OUT/tests.jsonl            a line for each finished test
 $OUT/tuning.json            launch parameters of the Triton kernels, sorted by time
-$OUT/bench/rows.jsonl, table.md, plot.svg, plot.png
+$OUT/bench/rows.jsonl, table.md, plot.svg
 """
 
 from __future__ import annotations
@@ -50,21 +50,9 @@ class Step:
     results: Path | None = None
 
 
-def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
-    """Return a command that calls the benchmark from Python, because the command line needs tyro."""
-    given = {"parts": parts, "preset": "paper", "device": "cuda", **options}
-    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from kvshift_lab.benchmarks.bench import BenchConfig, bench\n"
-        "from kvshift_lab.core.errors import LabError\n"
-        "try:\n"
-        f"    bench(BenchConfig(out=Path({str(out)!r}), {arguments}))\n"
-        "except LabError as error:\n"
-        "    sys.exit(str(error))\n"
-    )
-    return sys.executable, "-c", code
+def program(name: str, *arguments: str) -> tuple[str, ...]:
+    """Return a command that runs another program in this folder."""
+    return sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments
 
 
 def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] = ()) -> Step:
@@ -91,24 +79,16 @@ def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] 
 
 def steps(out: Path) -> list[Step]:
     """Return the checks that docs/performance.md requires on a GPU, most important first, within nine minutes."""
-    bench = out / "bench"
-    tuning = (
-        sys.executable,
-        "-m",
-        "kvshift_lab.benchmarks.tilings",
-        "--out",
-        str(out / "tuning.json"),
-        "--seconds",
-        "50",
-    )
+    given = ("--preset", "paper", "--device", "cuda", "--out", str(out / "bench"))
     return [
         sharded_tests(out, 110, processes=min(16, os.cpu_count() or 1)),
-        Step("tuning", (tuning,), 60),
-        Step("op", (bench_code(bench, "op", layers=8),), 110),
-        Step("train", (bench_code(bench, "train", layers=8),), 110),
-        Step("decode", (bench_code(bench, "decode", "prefill", layers=8),), 80),
-        Step("layer, memory", (bench_code(bench, "layer", "memory", layers=8),), 40),
-        Step("sweep", (bench_code(bench, "sweep", layers=8),), 30),
+        Step("tuning", (program("tilings", "--out", str(out / "tuning.json"), "--seconds", "50"),), 60),
+        Step("op", (program("kv_shift", *given),), 110),
+        Step("train", (program("model", "train", *given),), 110),
+        Step("decode", (program("model", "decode", "prefill", *given),), 80),
+        Step("layer", (program("layer", *given),), 25),
+        Step("memory", (program("memory", *given),), 15),
+        Step("sweep", (program("kv_shift", "--sweep", *given),), 30),
     ]
 
 
@@ -176,19 +156,16 @@ def count_tests(results: list[dict[str, Any]]) -> str:
 
 
 def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
-    """Return the outcomes of the steps and a summary of the benchmark's rows."""
+    """Return the outcomes of the steps and a summary of the rows."""
     lines = [f"{name:<14} {seconds:6.0f} s  {what}" for name, what, seconds in said]
-    path = out / "bench" / "rows.jsonl"
-    if not path.exists():
+    bench = out / "bench"
+    if not (bench / "rows.jsonl").exists():
         return "\n".join(lines)
     sys.path[:0] = SOURCES
-    from kvshift_lab.benchmarks.bench_report import short, write
+    from report import short, write
 
-    rows = complete_lines(path)
-    if not rows:
-        return "\n".join(lines)
-    write(out / "bench", rows)
-    return "\n".join([*lines, "", short(rows)])
+    write(bench)
+    return "\n".join([*lines, "", short(complete_lines(bench / "rows.jsonl"))])
 
 
 def main() -> None:
@@ -202,10 +179,10 @@ def main() -> None:
     chosen = steps(out)
     if arguments.only:
         names = arguments.only.split(",")
-        known = [step.name.partition(",")[0] for step in chosen]
+        known = [step.name for step in chosen]
         if unknown := sorted({*names} - {*known}):
             parser.error(f"--only must name some of {', '.join(known)}, got {', '.join(unknown)}")
-        chosen = [step for step in chosen if step.name.partition(",")[0] in names]
+        chosen = [step for step in chosen if step.name in names]
     end = time.monotonic() + 60 * arguments.minutes - 10  # 10 s for the summary
     said: list[tuple[str, str, float]] = []
     with (out / "steps.log").open("a") as log:

@@ -36,11 +36,11 @@ from kvshift import ShiftOptions
 from kvshift.models.baichuan_m1 import BaichuanM1Config
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit import add_kv_shift
-from kvshift_lab.benchmarks.serving_page import BASELINE, CONTROL
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.json_lines import write_lines
 from kvshift_lab.core.timing import quartiles
 
+BASELINE, CONTROL = "vLLM's Llama", "vLLM's Llama, a second engine"
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 2048,
