@@ -3,10 +3,10 @@
     python benchmarks/model.py [train] [prefill] [decode] [--preset laptop] [--layers 8] [--out FOLDER]
 
 train: forward, backward and AdamW; then the same with plain operations in place of the kernels, which is the baseline
-of those rows. prefill: a prompt into a cache. decode: a token of greedy generation with a
-cache, on CUDA also for 8 sequences, and with a static cache, uncompiled and compiled. The models of a case
-have the same values in all parameters that they share, and each is compared with itself in float64 before it is timed
-(`exact.py`). The shape of 0.2B has QK-norm, which transformers' Llama lacks: there the baseline is ours without shift.
+of those rows. prefill: a prompt into a cache. decode: a token of greedy generation with a cache; on CUDA also for 8
+sequences, and with a static cache, uncompiled and compiled. The models of a case have the same values in all parameters
+that they share, and each is compared with itself in float64 before it is timed (`exact.py`). The shape of 0.2B has
+QK-norm, which transformers' Llama lacks: there the baseline is ours without shift.
 """
 
 from __future__ import annotations

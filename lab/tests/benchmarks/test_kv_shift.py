@@ -42,10 +42,13 @@ def test_every_implementation_agrees_with_the_formula(dtype):
 def test_the_formula_is_the_reference(what):
     what = {name: value.expand(2, -1) for name, value in what.items()}
     one = program.Formulation(name="exact", function=OURS.function, boundaries=what)
-    inputs = [torch.randn(2, 11, 3, 4).double() for _ in range(2)] + [torch.randn(3, 2).double() for _ in range(2)]
-    expected = kv_shift(*inputs, backend="reference", **what)[:2]
-    for found, exact in zip(program.by_formula(one, inputs, (), False, size=False), expected, strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-14, atol=1e-14)
+    x, grad = torch.randn(2, 2, 11, 3, 4).double()
+    c = torch.randn(3, 2).double()
+    found = program.by_formula(one, x, c, grad, None, True, size=False)
+    leaves = x.requires_grad_(), c.requires_grad_()
+    y = kv_shift(x, x, c, c, backend="reference", **what)[0]
+    exact = [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+    torch.testing.assert_close(found, exact, rtol=1e-13, atol=1e-13)
 
 
 def test_an_implementation_that_crosses_boundaries_is_found_out():
