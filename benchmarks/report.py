@@ -356,11 +356,11 @@ def _speed(rows: Sequence[Row]) -> str:
             for one in (theirs, row)
         )
         shape = f"{row['prompt_tokens']}, {row['new_tokens']}"
-        lines.append((row["part"], str(row["requests"]), shape, *rates, _ratio(row), _ratio(control)))
+        lines.append((row["part"], str(row["requests"]), shape, *rates, _quartiles(row), _quartiles(control)))
     return as_markdown(lines, left=1)
 
 
-def _ratio(row: Row | None) -> str:
+def _quartiles(row: Row | None) -> str:
     return "" if row is None else "{:.3f} ({:.3f} to {:.3f})".format(row["ratio"], *row["ratio_quartiles"])
 
 

@@ -1,9 +1,11 @@
 """Measure the cost of the shift in a server: vLLM with kvshift's plugin against vLLM's own Llama of the same shape.
 
+    export PYTHONPATH=lab/src
     python benchmarks/serving.py capacity --out results/serving/capacity.jsonl
     python benchmarks/serving.py speed --out results/serving/speed.jsonl      on an idle machine
 
-It runs in the environment of `make test-vllm` and reads neither weights nor a tokenizer.
+It runs in the environment of `make test-vllm`, where the lab is not installed. It reads neither weights nor a
+tokenizer.
 
 "capacity" is counted, not timed: vLLM's own code for its KV cache computes how many requests of a length fit in a pool,
 including all reserves, for layers with and without raw keys and values in the pages. "share" is the fraction of the
