@@ -109,8 +109,13 @@ class ShiftedAttention:
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, T, E) to queries (B, T, H, D), keys and values (B, T, G, D)."""
-        heads = (*hidden_states.shape[:2], -1, self.head_dim)  # the layout of the operator
-        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return self._split_heads(*self._projections(hidden_states))
+
+    def _projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+
+    def _split_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (*query.shape[:2], -1, self.head_dim)  # the layout of the operator
         return query.view(heads), key.view(heads), value.view(heads)
 
     def output(self, heads: Tensor) -> Tensor:
@@ -129,9 +134,12 @@ class ShiftedAttention:
         next_token: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        heads, cache = self.project(hidden_states), past_key_values if cache is None else cache
+        cache = past_key_values if cache is None else cache
+        whole = next_token is not None and type(self).project is ShiftedAttention.project  # one call needs no views
+        heads = self._projections(hidden_states) if whole else self.project(hidden_states)
         done = None if next_token is None else next_token.shift_and_cache(self, *heads, cache)
         if done is None:
+            heads = self._split_heads(*heads) if whole else heads
             norms = (self.q_norm, self.k_norm) if self.qk_norm else None
             after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
             if self.apply_rotary is not None:

@@ -110,7 +110,7 @@ class Token(TokenTables):
 
         Args:
             attention: a `ShiftedAttention`.
-            q, k, v: projections, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv).
+            q, k, v: projections, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv), or (B, 1, H D) and (B, 1, G D).
             cache: the cache of the pass.
 
         Returns:
@@ -129,7 +129,7 @@ class Token(TokenTables):
             return None
         call = layer.next_token
         if call is None or not call.is_current(layer.shift_state, coefficients, gains):
-            call = layer.next_token = _prepare_layer(layer, q, k, v, coefficients, gains)
+            call = layer.next_token = _prepare_layer(layer, attention.head_dim, q, k, v, coefficients, gains)
         return write(layer, call, q, k, v, self) if call is not None and call.takes(q, k, v, self) else None
 
 
@@ -149,7 +149,7 @@ def _gains(attention: Any) -> Gains | None:
 
 
 def _prepare_layer(
-    layer: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, coefficients: tuple[Any, Any], gains: Gains
+    layer: ShiftCacheLayer, size: int, q: Tensor, k: Tensor, v: Tensor, coefficients: tuple[Any, Any], gains: Gains
 ) -> NextToken | None:
     """Prepare the calls for a layer. Its state becomes one that nobody else has, because calls overwrite it."""
     state = layer.shift_state
@@ -161,7 +161,7 @@ def _prepare_layer(
     if "update" in vars(layer):
         return None
     try:
-        call = NextToken(q, k, v, state, *coefficients, gains)
+        call = NextToken(q, k, v, state, *coefficients, gains, size)
     except ValueError:
         return None
     layer.shift_state = state
@@ -190,13 +190,11 @@ def _append(
 def _make_room(call: NextToken, keys: Tensor, values: Tensor) -> bool:
     """Copy the cached tokens into longer tensors and let the call write there; False if it cannot."""
     call.cached = call.buffers = None  # freed before the new ones are allocated
-    if keys.ndim != 4 or values.ndim != 4 or keys.dtype is not call.dtype or values.dtype is not call.dtype:
+    if not call.write_to(keys, values):  # of another shape or dtype
         return False
     tokens = keys.shape[2]
-    room = tokens + max(_MIN_ROOM, tokens // _ROOM)
-    k_room, v_room = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (keys, values))
-    if not call.write_to(k_room, v_room):
-        return False
+    k_room, v_room = call.empty_cache(keys, tokens + max(_MIN_ROOM, tokens // _ROOM))
+    call.write_to(k_room, v_room)
     k_room[:, :, :tokens], v_room[:, :, :tokens] = keys, values
     call.cached = keys, values
     return True
@@ -219,7 +217,7 @@ def _overwrite(
 
 def _update(layer: Any, call: NextToken, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables) -> Heads | None:
     """Write to tensors of one token, with which a cache layer with a sliding window updates itself."""
-    k_new, v_new = (x.new_empty(x.shape[0], x.shape[2], 1, x.shape[3]) for x in (k, v))
+    k_new, v_new = call.empty_cache(k, 1)
     if not call.write_to(k_new, v_new):
         return None
     return call(q, k, v, tables, 0), *layer.update(k_new, v_new)
