@@ -142,6 +142,8 @@ class ShiftedAttention:
             heads = self._split_heads(*heads) if whole else heads
             norms = (self.q_norm, self.k_norm) if self.qk_norm else None
             after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
+            if next_token is not None and position_embeddings is not None:
+                after["rotary"] = half_tables(*position_embeddings)
             if self.apply_rotary is not None:
                 after = {"finish": partial(_norm_then_rotate, self.apply_rotary, position_embeddings, norms)}
             done = shift_and_cache(
@@ -385,10 +387,13 @@ class RotaryDecoder(ShiftedDecoder):
     norm: nn.Module
     rotary_emb: nn.Module
     has_llama_layers: ClassVar[bool] = False  # whether there are layers with `ShiftedAttention.llama_norm`
+    rotates_halves: ClassVar[bool] = (
+        True  # whether layers rotate with `kvshift.ops.rope`, not with functions of a family
+    )
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> Any:
-        """Return the `position_embeddings` of all attention layers, or a dict of them by layer type."""
-        return half_tables(*self.rotary_emb(hidden_states, position_ids=position_ids))
+        """Return the tables of transformers, (L, T, D), for all attention layers, or a dict of them by layer type."""
+        return self.rotary_emb(hidden_states, position_ids=position_ids)
 
     @capture_outputs
     def run_layers(
@@ -400,6 +405,9 @@ class RotaryDecoder(ShiftedDecoder):
         if isinstance(tables, dict) or "attention" not in masks:
             layer_types = self.config.layer_types[: self.config.num_hidden_layers]
         tokens, masks = prepare_next_token(self, hidden_states, tables, masks, kwargs[CACHE], attn_implementation)
+        if self.rotates_halves and not tokens:
+            is_dict = isinstance(tables, dict)
+            tables = {name: half_tables(*x) for name, x in tables.items()} if is_dict else half_tables(*tables)
         # zip, not a slice: a slice of a ModuleList is a new module, which would be created at every token.
         for decoder_layer, layer_type in zip(self.layers, layer_types, strict=False):
             hidden_states = decoder_layer(

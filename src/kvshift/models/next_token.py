@@ -33,7 +33,6 @@ from kvshift.models.cache import (
 )
 from kvshift.ops.cpu.next_token import Gains, NextToken, TokenTables, next_token_dtypes
 from kvshift.ops.dispatch import choose_backend
-from kvshift.ops.rope import Rotary, half_tables
 from kvshift.ops.torch_ops import needs_traceable_ops
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -51,8 +50,7 @@ def prepare_next_token(
     Args:
         decoder: the `RotaryDecoder`.
         hidden_states: input of the first layer, (B, T, E).
-        rotary: tables of all layers, or a dict of them by type of layer: those of transformers, (L, T, D), or those of
-            `kvshift.ops.rope.rotate_half`, (L, T, 1, D).
+        rotary: tables of transformers, (L, T, D), of all layers, or a dict of them by type of layer.
         masks: the result of `kvshift.models.documents.create_masks`.
         cache: the cache of the pass, after `ensure_shift_cache`.
         attn_implementation: name of the attention function.
@@ -79,18 +77,14 @@ def prepare_next_token(
         return {}, masks
     try:
         if isinstance(rotary, dict):
-            tokens = {layer_type: _token(tables) for layer_type, tables in rotary.items()}
+            tokens = {layer_type: Token(tables) for layer_type, tables in rotary.items()}
         else:
-            tokens = dict.fromkeys(masks, _token(rotary))
+            tokens = dict.fromkeys(masks, Token(rotary))
     except ValueError:
         return {}, masks
     if attn_implementation == "sdpa":
         masks = {name: _scores(mask, hidden_states.dtype) for name, mask in masks.items()}
     return tokens, masks
-
-
-def _token(tables: Rotary) -> Token:
-    return Token(half_tables(*tables) if tables[0].ndim == 3 else tables)
 
 
 def _scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -178,13 +172,12 @@ def _append(
     keys: Any = layer.keys
     values: Any = layer.values
     is_own = call.cached is not None and keys is call.cached[0] and values is call.cached[1]
-    if (not is_own or call.is_full(keys.shape[2])) and not _make_room(call, keys, values):
+    if not (is_own and keys.shape[2] < call.room) and not _make_room(call, keys, values):
         return None
     at = keys.shape[2]
     q = call(q, k, v, tables, at)
-    keys, values = (room.narrow(2, 0, at + 1) for room in call.buffers)
-    layer.keys, layer.values = call.cached = keys, values
-    return q, keys, values
+    layer.keys, layer.values = call.cached = call.first_rows(at + 1)
+    return q, layer.keys, layer.values
 
 
 def _make_room(call: NextToken, keys: Tensor, values: Tensor) -> bool:

@@ -78,15 +78,15 @@ inline void norm_head(float* y, const T* scale, float eps, int64_t D) {
     for (int64_t d = 0; d < D; ++d) y[d] = rounded<T>(widen(scale[d]) * rounded<T>(y[d] * inverse));
 }
 
-// out = y cos + (y[D/2:], y[:D/2]) sin, where the first half of sin is negated.
+// out = y cos + (-y[D/2:], y[:D/2]) sin.
 template <class T>
 inline void rotate_head(const float* y, const T* cos, const T* sin, T* out, int64_t D) {
     const int64_t half = D / 2;
-    const auto one = [&](int64_t d, int64_t other) {
-        out[d] = narrow<T>(rounded<T>(y[d] * widen(cos[d])) + rounded<T>(y[other] * widen(sin[d])));
+    const auto one = [&](int64_t d, float other) {
+        out[d] = narrow<T>(rounded<T>(y[d] * widen(cos[d])) + rounded<T>(other * widen(sin[d])));
     };
-    for (int64_t d = 0; d < half; ++d) one(d, d + half);
-    for (int64_t d = half; d < D; ++d) one(d, d - half);
+    for (int64_t d = 0; d < half; ++d) one(d, -y[d + half]);
+    for (int64_t d = half; d < D; ++d) one(d, y[d - half]);
 }
 
 // Writes q_out (B, H, 1, D), the state and row `at` of the cache. Returns `at`, or -1, having written nothing, if the
