@@ -135,7 +135,8 @@ class ShiftedAttention:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         cache = past_key_values if cache is None else cache
-        whole = next_token is not None and type(self).project is ShiftedAttention.project  # one call needs no views
+        # One call on a CPU needs no views of the projections.
+        whole = next_token is not None and next_token.takes_whole and type(self).project is ShiftedAttention.project
         heads = self._projections(hidden_states) if whole else self.project(hidden_states)
         done = None if next_token is None else next_token.shift_and_cache(self, *heads, cache)
         if done is None:

@@ -83,8 +83,7 @@ class NextToken:
 
     Attributes:
         buffers: the cache that calls write to, (B, G, N, D) and (B, G, N, Dv); None at first.
-        room: number of rows of the buffers.
-        length: the number of rows in use, if calls count them.
+        length: the number of their rows in use, if calls count them.
         cached: for the caller: the part of the buffers in use.
 
     Raises:
@@ -132,7 +131,6 @@ class NextToken:
         self._q_strides = (heads * size, size, size, 1)
         self._q_shape, self._kv_shape = (batch, heads, 1, size), (batch, kv_heads, size, v_size)
         self.buffers: Any = None
-        self.room = 0
         self.cached: Any = None
         self.length: Tensor | None = None
 
@@ -188,23 +186,14 @@ class NextToken:
         record = self._record
         for rows, x in ((record.keys, keys), (record.values, values)):
             rows.data, rows.batch, rows.row, rows.head = x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)
-        self.room = record.room = keys.shape[2]
-        self._strides = keys.stride(), values.stride()
+        self._room = record.room = keys.shape[2]
         record.length = None if length is None else length.data_ptr()
         self.buffers, self.length = (keys, values), length
         return True
 
-    def empty_cache(self, like: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Allocate a cache of so many rows, with the dtype and device of `like`."""
-        batch, kv_heads, size, v_size = self._kv_shape
-        return like.new_empty((batch, kv_heads, rows, size)), like.new_empty((batch, kv_heads, rows, v_size))
-
-    def first_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the first rows of the buffers. (`narrow` would take twice as long, at every token.)"""
-        batch, kv_heads, size, v_size = self._kv_shape
-        (k_room, v_room), (k_strides, v_strides) = self.buffers, self._strides
-        keys = k_room.as_strided((batch, kv_heads, rows, size), k_strides)
-        return keys, v_room.as_strided((batch, kv_heads, rows, v_size), v_strides)
+    def is_full(self, tokens: int) -> bool:
+        """Return True if the cache has no room for more than this many tokens."""
+        return tokens >= self._room
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
         """Shift, normalise and rotate a token that the call `takes`; write the cache and overwrite the state.
