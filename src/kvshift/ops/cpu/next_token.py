@@ -113,8 +113,8 @@ class NextToken:
             *(_address(name, x, (kv_heads, 2), torch.float32) for name, x in (("alpha", alpha), ("beta", beta))),
             *(_address("a gain", x, (size,), self.dtype) for x in (q_gain, k_gain)),
         ]
-        self._coefficients = (alpha, beta, torch.float32, *addresses[:2])
-        self._gains = None if q_gain is None else (q_gain, k_gain, self.dtype, *addresses[2:])
+        self._coefficients: tuple[Any, ...] = (alpha, beta, torch.float32, *addresses[:2])
+        self._gains: tuple[Any, ...] | None = None if q_gain is None else (q_gain, k_gain, self.dtype, *addresses[2:])
         if q_gain is not None and not sums_like_torch(size):
             raise ValueError(f"PyTorch sums {size} numbers in another order on this machine")
         k_rows, v_rows = (
