@@ -216,10 +216,12 @@ def _append(
         return None
     at = keys.shape[2]
     q = call(q, k, v, tables, at)
-    (k_room, v_room), (heads, size, strides, v_size, v_strides) = call.buffers, call.cached[2:]
+    layout: Any = call.cached
+    (k_room, v_room), (heads, size, strides, v_size, v_strides) = call.buffers, layout[2:]
     keys = k_room.as_strided((*heads, at + 1, size), strides)  # `narrow` takes twice as long, at every token
     values = v_room.as_strided((*heads, at + 1, v_size), v_strides)
-    layer.keys, layer.values, *_ = call.cached = keys, values, *call.cached[2:]
+    layer.keys, layer.values = keys, values
+    call.cached = keys, values, *layout[2:]
     return q, keys, values
 
 
