@@ -147,7 +147,8 @@ def _answers(name: str, tasks: dict[str, Any], config: EvalConfig) -> tuple[dict
     _log(f"{name}: {', '.join(tasks)}")
     version = f"{_weights_version(source, model)} {lm.max_length} {model.dtype}"
     with _saved_answers(lm, config.output, version) as answering:
-        found = run_tasks(answering, {"tasks": tasks}, limit=config.limit, bootstrap_iters=0)["samples"]
+        report: Any = run_tasks(answering, {"tasks": tasks}, limit=config.limit, bootstrap_iters=0)
+    found = report["samples"]
     for task, samples in found.items():
         samples.sort(key=lambda sample: sample["doc_id"])
         _report_cut_prompts(task, samples, lm)
