@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift_lab.commands.generate.command import GenerateConfig, generate
 from kvshift_lab.commands.generate.prompts import open_output, read_prompts
 from kvshift_lab.core.errors import LabError
+from kvshift_lab.data.files import file_digest
 
 from ...generation_cases import PROMPTS, batch_config, lines, write_prompts
 
@@ -116,6 +118,13 @@ def test_lines_of_another_model_or_other_options_or_prompts_are_not_mixed(
 ) -> None:
     config, content = finished
     copy = shutil.copytree(config.model, tmp_path / "copy")
+    generate(dataclasses.replace(config, model=str(copy)))  # the same model in another place
+    weights = load_file(copy / "model.safetensors")
+    weights["lm_head.weight"][0, 0] += 1
+    stat = (copy / "model.safetensors").stat()
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    os.utime(copy / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    file_digest.cache_clear()  # as in another process
     for change in ({"temperature": 0.8}, {"seed": 1}, {"samples": 1}, {"model": str(copy)}):
         with pytest.raises(LabError, match=r"answers\.jsonl:1 was made by another model or with other options"):
             generate(dataclasses.replace(config, **change))

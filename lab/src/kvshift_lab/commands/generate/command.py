@@ -20,6 +20,7 @@ from kvshift_lab.core.errors import LabError, require_unicode
 from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import digest
 from kvshift_lab.core.seeds import seed_for
+from kvshift_lab.run.inputs import identify_model
 from kvshift_lab.run.loading import load_model
 from kvshift_lab.variants.continuing import continue_rows
 from kvshift_lab.variants.uncached import decodes_with_cache
@@ -48,7 +49,7 @@ def generate(config: GenerateConfig) -> None:
     """Print the continuation of one prompt while it is generated, or write JSON lines.
 
     Each line has the fields "index" (of the prompt), "prompt", "sample", "text", "tokens", "finish", and "settings", a
-    digest of the model's name and of the options that affect the text.
+    digest of the model's content and of the options that affect the text.
     """
     config.check()
     given = [_read_prompt(config)] if config.prompts is None else read_prompts(config.prompts)
@@ -70,7 +71,7 @@ def generate(config: GenerateConfig) -> None:
     if config.prompts is None and config.output is None:
         _print_text(model, tokenizer, encoded[0], config)
         return
-    settings = _settings(config, source)
+    settings = _settings(config, identify_model(source, tokenizer.name_or_path))
     if config.output is None:
         for records in _records(model, tokenizer, prompts, encoded, config, settings, done=0):
             print(*(json.dumps(record, ensure_ascii=False) for record in records), sep="\n", flush=True)
@@ -279,13 +280,13 @@ def _check_length(prompt: int, new: int, context: int, name: str) -> None:
         )
 
 
-def _settings(config: GenerateConfig, source: str) -> str:
-    """Return a digest (16 hexadecimal digits) of the model's name and the options that affect the generated texts."""
+def _settings(config: GenerateConfig, model: str) -> str:
+    """Return a digest (16 hexadecimal digits) of the model's content and the options that affect the texts."""
     free = ["model", "prompt", "prompts", "output", "echo", "device"]
     if config.temperature == 0:
         free += ["batch_size", "seed"]  # they only affect sampling
     decisive = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
-    return digest(decisive | {"source": source})
+    return digest(decisive | {"model": model})
 
 
 def _first_token_ids(*candidates: int | list[int] | None) -> list[int]:
