@@ -68,6 +68,11 @@ test-vllm: .venv-vllm/stamp $(VLLM:%=build/vllm-%/stamp)  ## Run the tests that 
 test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an environment of its own
 	@TRITON_INTERPRET=0 $(TEST_ENV) .venv-titan/bin/python -m pytest -q tests/titan $(ARGS)
 
+# More of them: ALL=1. Those of generation, which the registry does not have: PEERS=/path/to/a/checkout/of/transformers.
+.PHONY: test-peers
+test-peers: .venv-peers/stamp build/peers/stamp  ## Run tests of transformers, PEFT and torch on our models and operator, and shapes of fla's
+	@KVSHIFT_PEERS=build/peers $(TEST_ENV) .venv-peers/bin/python -m pytest -n auto --dist worksteal -q -rfE --disable-warnings tests/peers $(ARGS)
+
 .PHONY: smollm
 smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it
 	@.venv/bin/python -m kvshift_lab.run.smollm2
@@ -149,7 +154,7 @@ dist: build/venv/stamp  ## Build sdist, manylinux wheel and pure wheel, and thos
 
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
-	@rm -rf .venv .venv-newest .venv-oldest .venv-titan .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*
+	@rm -rf .venv .venv-newest .venv-oldest .venv-peers .venv-titan .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*
 	@find src tests lab -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # As environment variables, the constraints also reach the build of the package itself. torch must
@@ -181,8 +186,22 @@ endef
 .venv-oldest/stamp: .venv/stamp constraints-oldest.txt
 	$(install_over)
 
+.venv-peers/stamp: .venv/stamp constraints-peers.txt
+	$(install_over)
+
 .venv-titan/stamp: .venv/stamp constraints-titan.txt
 	$(install_over)
+
+# Tests that others publish with their source distributions, of the versions in constraints.txt.
+build/peers/stamp: constraints.txt
+	@rm -rf $(@D); mkdir -p $(@D)
+	@$(PYTHON) -m pip download -qq --disable-pip-version-check --no-deps --no-binary :all: --dest $(@D) \
+		$$(grep -E '^(peft|transformers)==' $<)
+	@set -e; for name in peft transformers; do \
+		mkdir $(@D)/$${name}_tests; \
+		tar -xzf $(@D)/$$name-*.tar.gz -C $(@D)/$${name}_tests --strip-components=2 --no-wildcards-match-slash --wildcards '*/tests'; \
+	done
+	@touch $(@D)/transformers_tests/__init__.py $@
 
 # What a user gets today, without the constraints, except for torch, whose other builds are gigabytes of CUDA.
 # With TRANSFORMERS=newest also a transformers that pyproject.toml does not allow yet.

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from kvshift.ops import kv_shift
+from kvshift.ops import ShiftState, kv_shift
 from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.rope import half_tables
 from kvshift.ops.triton import compiled_launch
-from kvshift.ops.triton.next_token import NextTokenLaunch
+from kvshift.ops.triton.next_token import NextToken, TokenTables
 from kvshift_lab.core.json_lines import write_lines
 
 BATCH, POSITIONS, QUERIES, HEADS, SIZE = 2, 16, 32, 8, 128
@@ -61,14 +61,19 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     def layer(norms: tuple[nn.Module, nn.Module] | None = None) -> Any:
         return shift_norm_rope(q, k, v, *weights, rotary=tables, norms=norms, keep_state=False, backend="triton")[:3]
 
-    def token(**static: Any) -> Callable[[], object]:
-        keys, values = normal(1, HEADS, 256, SIZE), normal(1, HEADS, 256, SIZE)
-        state = normal(1, 1, HEADS, SIZE), normal(1, 1, HEADS, SIZE)
-        launch = NextTokenLaunch(keys, values, *state, *weights, **static)
-        one = [normal(1, 1, heads * SIZE) for heads in (QUERIES, HEADS, HEADS)]
-        at = half_tables(normal(1, 1, SIZE), normal(1, 1, SIZE))
+    def token(length: Tensor | None = None) -> Callable[[], object]:
+        state = ShiftState(normal(1, 1, HEADS, SIZE), normal(1, 1, HEADS, SIZE), 1)
+        one = [normal(1, 1, heads, SIZE) for heads in (QUERIES, HEADS, HEADS)]
+        tables = TokenTables(half_tables(normal(1, 1, SIZE), normal(1, 1, SIZE)))
+        call = NextToken(*one, state, *weights)
+        call.write_to(normal(1, HEADS, 256, SIZE), normal(1, HEADS, 256, SIZE), length)
 
-        return lambda: launch(*one, *at, 7)
+        def checked() -> object:
+            assert call.is_current(state, (weights[0], weights[1]), (None, None, 0.0))
+            assert call.takes(*one, tables)
+            return call(*one, tables, 7)
+
+        return checked
 
     return {
         "kv_shift, forward": shift,
@@ -80,7 +85,7 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
             layer(norms), [*leaves, *weights, *gains], upstream
         ),
         "next token, dynamic cache": token(),
-        "next token, static cache": token(length=torch.tensor(7, device=device)),
+        "next token, static cache": token(torch.tensor(7, device=device)),
     }
 
 

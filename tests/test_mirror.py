@@ -7,7 +7,7 @@ from pathlib import Path
 import kvshift
 
 TESTS = Path(__file__).parent
-APART = {"titan", "vllm"}  # tests of two integrations, which need environments of their own
+APART = {"peers", "titan", "vllm"}  # other people's tests, those of two integrations: with environments of their own
 
 
 def test_folders_of_tests_are_folders_of_the_package():

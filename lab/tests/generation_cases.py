@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift_lab.commands.generate.command import GenerateConfig
 from kvshift_lab.data.tokenizers import train_bpe
 
 TEXT = ["to be or not to be, that is the question: whether 'tis nobler in the mind", "naïve café — 東京 🙂"]
@@ -40,20 +38,3 @@ def save_model(folder: Path, cls: type = KVShiftLlamaForCausalLM, **options: Any
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder)
     return folder
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def write_prompts(folder: Path, prompts: list[str] = PROMPTS) -> Path:
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt, "id": 7}) + "\n" for prompt in prompts), encoding="utf-8")
-    return path
-
-
-def batch_config(model_folder: Path, tmp_path: Path, **options: Any) -> GenerateConfig:
-    defaults = {"max_new_tokens": 11, "temperature": 0.0, "batch_size": 3}
-    prompts = options.pop("prompts", None) or write_prompts(tmp_path)
-    output = tmp_path / "answers.jsonl"
-    return GenerateConfig(model=str(model_folder), prompts=prompts, output=output, **{**defaults, **options})

@@ -10,7 +10,7 @@ from kvshift_lab.cli import main
 from tests.models.baichuan_m1 import reference
 from tests.models.baichuan_m1.tiny import checkpoint, config_with, write
 
-from .generation_cases import lines, tokenizer, write_prompts
+from .generation_cases import tokenizer
 
 CONFIG = config_with(vocab_size=277, bos_token_id=0, eos_token_id=0)
 
@@ -22,13 +22,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_generate(folder, tmp_path):
-    """Three prompts of different lengths in one batch: each gets the continuation that the formulas give it alone."""
+def test_generate(folder, tmp_path, capsys):
+    """Each of three prompts gets the continuation that the formulas give it."""
     prompts = ["to be", "or not to be, that is the question: whether", "t"]
-    options = ["--max-new-tokens", "5", "--temperature", "0", "--output", str(tmp_path / "answers.jsonl")]
-    assert main(["generate", str(folder), "--prompts", str(write_prompts(tmp_path, prompts)), *options]) == 0
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    options = ["--max-new-tokens", "5", "--temperature", "0"]
+    assert main(["generate", str(folder), "--prompts", str(tmp_path / "prompts.txt"), *options]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     weights = checkpoint(CONFIG)
-    for prompt, answer in zip(prompts, lines(tmp_path / "answers.jsonl"), strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         tokens = tokenizer()(prompt)["input_ids"]
         for _ in range(5):
             tokens.append(int(reference.logits(weights, CONFIG, tokens)[-1].argmax()))

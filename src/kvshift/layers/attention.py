@@ -209,8 +209,8 @@ class KVShiftAttention(nn.Module):
         if cu_seqlens is not None:
             packed = torch.where(key_positions.rank >= 0, key_positions.document, -1).squeeze(0)
         elif bounded:  # the next token sees the real keys of the last document of each row
-            kept = (key_positions.rank >= 0) & (key_positions.document == key_positions.document[:, -1:])
-            k, v = flush_right(k, v, kept, k.shape[1])
+            is_visible = (key_positions.rank >= 0) & (key_positions.document == key_positions.document[:, -1:])
+            k, v = flush_right(k, v, is_visible, k.shape[1])
         if state is None:
             return out, AttentionState(k, v, seen, next_state, self.max_rollback, self.max_rollback, packed)
         # With boundaries, a sequence may have fewer tokens than positions, so its state has not grown.

@@ -77,14 +77,14 @@ class AttentionState(SequenceState):
                 "no longer held cannot be recovered from shifted ones"
             )
         whole = self.unpack()
-        left = max(0, whole.k.shape[1] - tokens)
+        remaining = max(0, whole.k.shape[1] - tokens)
         shift = self.shift
         if shift is not None:  # rollback is at most the number of rows that the window does not need
             shift = shift.crop(tokens, window=shift.rows - self.rollback + 1)
         return replace(
             whole,
-            k=whole.k[:, :left].clone(),
-            v=whole.v[:, :left].clone(),
+            k=whole.k[:, :remaining].clone(),
+            v=whole.v[:, :remaining].clone(),
             seen=(self.seen - tokens).clamp(min=0),
             shift=shift,
             rollback=self.rollback - tokens,

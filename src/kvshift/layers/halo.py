@@ -86,7 +86,7 @@ def shift_shard(
         if positions is not None:
             _check_positions(positions, k)
     except (TypeError, ValueError) as problem:
-        _agree([k, v], 0, layout, group, problem)
+        _check_together([k, v], 0, layout, group, problem)
         raise
     rows = windows[0] - 1
     halos = exchange_halo([*shifted.values()], rows, group=group, layout=layout)
@@ -146,17 +146,9 @@ def exchange_halo(
     """
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-    try:
-        chunks = _chunks_of_shard(layout)
-        length = _check_tensors(tensors, chunks)
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1 (window - 1), got {rows}")
-    except (TypeError, ValueError) as problem:
-        _agree(tensors, rows, layout, group, problem)
-        raise
-    _agree(tensors, rows, layout, group)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    leaving, arriving = _routes(rank, size, layout, length // chunks, rows)
+    _check_together(tensors, rows, layout, group)
+    chunks, rank, size = _chunks_of_shard(layout), dist.get_rank(group), dist.get_world_size(group)
+    leaving, arriving = _routes(rank, size, layout, tensors[0].shape[1] // chunks, rows)
     sent = [token for tokens in leaving for token in tokens]
     batch, features = tensors[0].shape[0], [x.shape[2:].numel() for x in tensors]
     picked = [torch.cat([x[:, :0], *(x[:, token : token + 1] for token in sent)], dim=1) for x in tensors]
@@ -178,16 +170,20 @@ def exchange_halo(
     return [part.reshape(*part.shape[:3], *x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
 
 
-def _agree(
+def _check_together(
     tensors: Sequence[Any], rows: int, layout: str, group: dist.ProcessGroup | None, problem: Exception | None = None
 ) -> None:
-    """Raise a ValueError on every rank if the arguments differ among ranks, or if only some ranks have a problem."""
-    code, prime = -1, 2**61 - 1
-    if problem is None:
-        sizes = [size for x in tensors for size in (x.ndim, *x.shape)]
-        code = 0
-        for number in (rows, *f"{layout} {tensors[0].dtype}".encode(), *sizes):
-            code = (code * 0x5DEECE66D + number) % prime  # equal codes of different sizes: about one in 10^18
+    """Raise an error on every rank if one has a problem, here or before, or if their arguments differ."""
+    code = -1
+    try:
+        if problem is None:
+            _check_tensors(tensors, rows, _chunks_of_shard(layout))
+            sizes = [size for x in tensors for size in (x.ndim, *x.shape)]
+            code = 0
+            for number in (rows, *f"{layout} {tensors[0].dtype}".encode(), *sizes):
+                code = (code * 0x5DEECE66D + number) % (2**61 - 1)  # equal for other sizes: about once in 10^18
+    except (TypeError, ValueError) as found:
+        problem = found
     device = next((x.device for x in tensors if isinstance(x, Tensor)), None)
     largest = torch.tensor([code, -code], device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group or dist.group.WORLD)
@@ -200,6 +196,8 @@ def _agree(
         dist.all_gather_object(everyone, mine, group=group)
         listed = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
         raise ValueError(f"{_DIFFER}; {listed}") from problem
+    if problem is not None:
+        raise problem
 
 
 def _chunks_of_rank(rank: int, size: int, layout: Layout) -> tuple[int, ...]:
@@ -248,8 +246,7 @@ def _chunks_of_shard(layout: str) -> int:
     return 1 if layout == "contiguous" else 2
 
 
-def _check_tensors(tensors: Sequence[Tensor], chunks: int) -> int:
-    """Check the tensors and return L."""
+def _check_tensors(tensors: Sequence[Tensor], rows: int, chunks: int) -> None:
     if not tensors:
         raise ValueError("tensors must hold at least one tensor, got none")
     first = tensors[0]
@@ -264,7 +261,8 @@ def _check_tensors(tensors: Sequence[Tensor], chunks: int) -> int:
     length = first.shape[1]
     if length == 0 or length % chunks:
         raise ValueError(f"a shard must have a multiple of {chunks} tokens, and at least {chunks}; got {length}")
-    return length
+    if rows < 1:
+        raise ValueError(f"rows must be at least 1 (window - 1), got {rows}")
 
 
 def _check_positions(positions: Tensor, k: Tensor) -> None:

@@ -63,12 +63,12 @@ class ShiftCacheLayer:
         return copied
 
     def shift_tokens(
-        self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **where: Any
+        self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Shift the next tokens, continuing from the stored state, and update the state.
 
         Args:
-            q, k, v, mask, where: as in `KVShift.forward`.
+            q, k, v, mask, options: as in `KVShift.forward`.
         """
         state = self.shift_state
         if self.record_past:
@@ -79,7 +79,7 @@ class ShiftCacheLayer:
                 q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
                 mask = None
             state = self._state_with_room(q, k, v, with_queries="q" in shift.targets)
-        q, k, v, state = shift(q, k, v, state=state, mask=mask, **where)
+        q, k, v, state = shift(q, k, v, state=state, mask=mask, **options)
         self.write_shift(state)
         return q, k, v
 
@@ -135,8 +135,8 @@ class ShiftCacheLayer:
                 "before it is not stored"
             )
         if state is not None and tokens < length:
-            left = state.rows - tokens
-            if left < self.window - 1:
+            remaining = state.rows - tokens
+            if remaining < self.window - 1:
                 raise RuntimeError(
                     f"cannot crop {tokens} tokens: the cache holds raw keys and values of the last {state.rows} and "
                     f"needs {self.window - 1} afterwards; they cannot be recovered from shifted ones. Call "
@@ -184,9 +184,9 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if self.to_compact is not None:
             order = self.to_compact[:, -keys.shape[2] :].sort(dim=1, stable=True).indices[:, None, :, None]
-            kept = slice(1 - self.sliding_window, None)
-            self.keys = keys.gather(2, order.expand_as(keys))[:, :, kept]
-            self.values = values.gather(2, order.expand_as(values))[:, :, kept]
+            latest = slice(1 - self.sliding_window, None)
+            self.keys = keys.gather(2, order.expand_as(keys))[:, :, latest]
+            self.values = values.gather(2, order.expand_as(values))[:, :, latest]
             self.to_compact, self.is_compacted = None, True
         if not self.record_past:
             return keys, values
@@ -233,12 +233,12 @@ class StaticShiftCacheLayer(ShiftCacheLayer):
                     torch._dynamo.mark_static_address(rows)
 
     def reset(self) -> None:
-        kept = self.shift_state
+        state = self.shift_state
         super().reset()
         self.tokens_fed = 0
-        self.shift_state = kept
-        if kept is not None:
-            self.write_shift(kept.reset())
+        self.shift_state = state
+        if state is not None:
+            self.write_shift(state.reset())
 
     def batch_select_indices(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to repeat or select rows")
@@ -250,10 +250,10 @@ class StaticShiftCacheLayer(ShiftCacheLayer):
     activate_past_recording = crop
 
     @staticmethod
-    def _overwrite(kept: ShiftState, state: ShiftState) -> None:
-        old, new = [kept.k, kept.v], [state.k, state.v]
-        if kept.q is not None:
-            old.append(kept.q)
+    def _overwrite(buffers: ShiftState, state: ShiftState) -> None:
+        old, new = [buffers.k, buffers.v], [state.k, state.v]
+        if buffers.q is not None:
+            old.append(buffers.q)
             new.append(cast(Tensor, state.q))
         torch._foreach_copy_(old, new)  # one operation, and one launch on a GPU
 
@@ -412,14 +412,14 @@ def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None
     if before is None:
         return
     for i in range(len(cache.layers)) if fed > 1 else (len(cache.layers) - 1,):
-        found = token_count(cache, i)
-        if found != before + fed:
+        held = token_count(cache, i)
+        if held != before + fed:
             why = f"This is transformers {transformers.__version__}; {OLDEST} to {NEWEST} are tested"
             if model.training and model.gradient_checkpointing:
                 why = "With gradient checkpointing, training has no cache: call model.eval(), or set use_cache=False"
             raise RuntimeError(
                 f"{CACHE} must hold {before + fed} tokens after {fed} were added to {before}, but layer {i} holds "
-                f"{found}: the cache did not reach the attention of {type(model).__name__}, or stores nothing. {why}"
+                f"{held}: the cache did not reach the attention of {type(model).__name__}, or stores nothing. {why}"
             )
 
 

@@ -43,10 +43,8 @@ class ShiftConfig:
         if not isinstance(self.use_cache, bool):
             raise ValueError(f"use_cache must be True or False, got {self.use_cache!r}")
         layer_types = kwargs.pop("layer_types", None)
-        if layer_types is not None and layer_types != self.layer_types:
-            raise ValueError(
-                f"layer_types must be left out or match the other fields, {self.layer_types}; got {layer_types!r}"
-            )
+        if layer_types is not None:
+            self.layer_types = layer_types
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
     @property
@@ -58,6 +56,14 @@ class ShiftConfig:
         else:
             layer_type = "sliding_attention" if sliding else "full_attention"
         return [layer_type] * self.num_hidden_layers  # type: ignore[attr-defined]
+
+    @layer_types.setter
+    def layer_types(self, layer_types: list[str]) -> None:
+        """Accept only what the other fields imply; PEFT's Shadow assigns that after it has changed their number."""
+        if layer_types != self.layer_types:
+            raise ValueError(
+                f"layer_types must be left out or match the other fields, {self.layer_types}; got {layer_types!r}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields to save; `use_cache` of a model with shift is changed as the class describes."""

@@ -231,12 +231,12 @@ def shift_and_cache(
     """
     if not hasattr(shift, "targets"):
         raise shift_type_error(shift)
-    where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
+    options: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is None or not shift.targets:
-        q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+        q, k, v, _ = shift(q, k, v, keep_state=False, **options)
     else:
         layer: Any = cache.layers[layer_idx]
-        q, k, v = layer.shift_tokens(shift, q, k, v, **where)
+        q, k, v = layer.shift_tokens(shift, q, k, v, **options)
     if finish is not None:
         q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -78,11 +78,11 @@ class ShiftedGeneration:
         what `crop` needs after rejected drafts, and that is never static.
         """
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        given = kwargs.get(CACHE)
-        if given is not None and inputs.get(CACHE) is None and empty_shift_cache(given):
+        cache = kwargs.get(CACHE)
+        if cache is not None and inputs.get(CACHE) is None and empty_shift_cache(cache):
             if "next_sequence_length" in kwargs:  # all tokens, of which transformers 5.16 takes only the last
                 inputs = super().prepare_inputs_for_generation(*args, **kwargs | {"next_sequence_length": None})  # type: ignore[misc]
-            inputs[CACHE] = given
+            inputs[CACHE] = cache
         return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:

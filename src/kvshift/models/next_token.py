@@ -1,10 +1,12 @@
-"""The next token of generation on a CPU: one call of the compiled kernel in place of a layer's shift, norms and cache.
+"""The next token of generation: one call of a kernel in place of a layer's shift, norms, rotary embedding and cache.
+
+On a CPU it is a call of the compiled kernel, on a GPU a launch of a Triton kernel.
 
 `prepare_next_token` decides once per forward pass. `Token.shift_and_cache` then computes each layer, with the bits of
 `kvshift.models.decoder.shift_and_cache`, the general way, which remains for everything else:
 
 - the pass: several tokens, padding, documents, no cache or one with an `update` of its own, gradients, compilers and
-  tracers, a backend other than "auto", no compiled kernel, float64, tensor subclasses, hooks on all modules;
+  tracers, a backend other than "auto", no kernel for the device, float64, tensor subclasses, hooks on all modules;
 - the layer: a shift that is not a `KVShift`, of queries, wider than 2, constrained, parametrized, hooked or not in
   float32; norms other than Llama's, or hooked; rotation other than Llama's; a cache that records for drafts;
 - the tensors: projections of another dtype, as under autocast, or of another shape than the state.
@@ -31,11 +33,15 @@ from kvshift.models.cache import (
     ShiftStaticSlidingWindowLayer,
     StaticShiftCacheLayer,
 )
-from kvshift.ops.cpu.next_token import Gains, NextToken, TokenTables, next_token_dtypes
-from kvshift.ops.dispatch import choose_backend
+from kvshift.ops.cpu import next_token as cpu_next_token
+from kvshift.ops.dispatch import choose_backend, is_gpu
 from kvshift.ops.rope import Rotary, half_tables
 from kvshift.ops.torch_ops import needs_traceable_ops
+from kvshift.ops.triton import next_token as triton_next_token
 
+Gains = cpu_next_token.Gains
+NextToken = cpu_next_token.NextToken | triton_next_token.NextToken
+TokenTables = Any  # of the same module
 Heads = tuple[Tensor, Tensor, Tensor]
 Masks = dict[str, Tensor | None]
 _NO_GAINS: Gains = (None, None, 0.0)
@@ -68,20 +74,19 @@ def prepare_next_token(
         or cache is None
         or torch.is_grad_enabled()
         or not masks["padding"] is masks["documents"] is None
-        or not hidden_states.is_cpu
         or type(cache).update is not Cache.update
         or "update" in vars(cache)
         or choose_backend("auto") != "auto"
         or needs_traceable_ops()
         or _has_any_global_hook()
-        or hidden_states.dtype not in next_token_dtypes()
+        or (kernels := _kernels(hidden_states)) is None
     ):
         return {}, masks
     try:
         if isinstance(rotary, dict):
-            tokens = {layer_type: _token(tables) for layer_type, tables in rotary.items()}
+            tokens = {layer_type: Token(kernels, tables) for layer_type, tables in rotary.items()}
         else:
-            tokens = dict.fromkeys(masks, _token(rotary))
+            tokens = dict.fromkeys(masks, Token(kernels, rotary))
     except ValueError:
         return {}, masks
     if attn_implementation == "sdpa":
@@ -89,8 +94,12 @@ def prepare_next_token(
     return tokens, masks
 
 
-def _token(tables: Rotary) -> Token:
-    return Token(half_tables(*tables) if tables[0].ndim == 3 else tables)
+def _kernels(x: Tensor) -> Any:
+    """Return the module with the kernel for the device and dtype of x; None if there is none."""
+    if not (x.is_cpu or is_gpu(x)):
+        return None
+    kernels = triton_next_token if is_gpu(x) else cpu_next_token
+    return kernels if x.dtype in kernels.next_token_dtypes() else None
 
 
 def _scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -100,10 +109,22 @@ def _scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
 
 
-class Token(TokenTables):
-    """The next token of every sequence."""
+class Token:
+    """The next token of every sequence.
 
-    __slots__ = ()
+    Args:
+        kernels: the module with the kernel.
+        rotary: tables as in `prepare_next_token`.
+
+    Raises:
+        ValueError: the kernel cannot read the tables.
+    """
+
+    __slots__ = ("_prepare", "_tables")
+
+    def __init__(self, kernels: Any, rotary: Rotary) -> None:
+        self._prepare = kernels.NextToken
+        self._tables = kernels.TokenTables(half_tables(*rotary) if rotary[0].ndim == 3 else rotary)
 
     def shift_and_cache(self, attention: Any, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Heads | None:
         """Shift, normalise, rotate and cache the token in one layer; None if that needs the general way.
@@ -129,8 +150,10 @@ class Token(TokenTables):
             return None
         call = layer.next_token
         if call is None or not call.is_current(layer.shift_state, coefficients, gains):
-            call = layer.next_token = _prepare_layer(layer, q, k, v, coefficients, gains)
-        return write(layer, call, q, k, v, self) if call is not None and call.takes(q, k, v, self) else None
+            call = layer.next_token = _prepare_layer(self._prepare, layer, q, k, v, coefficients, gains)
+        if call is None or not call.takes(q, k, v, self._tables):
+            return None
+        return write(layer, call, q, k, v, self._tables)
 
 
 def _gains(attention: Any) -> Gains | None:
@@ -149,7 +172,13 @@ def _gains(attention: Any) -> Gains | None:
 
 
 def _prepare_layer(
-    layer: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, coefficients: tuple[Any, Any], gains: Gains
+    prepare: Callable[..., NextToken],
+    layer: ShiftCacheLayer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: tuple[Any, Any],
+    gains: Gains,
 ) -> NextToken | None:
     """Prepare the calls for a layer. Its state becomes one that nobody else has, because calls overwrite it."""
     state = layer.shift_state
@@ -161,7 +190,7 @@ def _prepare_layer(
     if "update" in vars(layer):
         return None
     try:
-        call = NextToken(q, k, v, state, *coefficients, gains)
+        call = prepare(q, k, v, state, *coefficients, gains)
     except ValueError:
         return None
     layer.shift_state = state
@@ -212,7 +241,7 @@ def _overwrite(
     is_prepared = call.buffers is not None and keys is call.buffers[0] and values is call.buffers[1]
     if not (is_prepared and length is call.length) and not call.write_to(keys, values, length):
         return None
-    q = call(q, k, v, tables)
+    q = call(q, k, v, tables, layer.tokens_fed)
     layer.tokens_fed += 1
     return q, keys, values
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from functools import cache as once
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from transformers.cache_utils import Cache
@@ -40,6 +41,8 @@ def warn_if_untested() -> None:
 def resolve_cache_argument(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
     """Return the cache of a call, from either name of the argument; before transformers 5.24 only the first exists.
 
+    From 5.24 on the first is deprecated, with the warning that transformers' own classes give.
+
     Raises:
         TypeError: both are given, or `cache` is given with an older version.
     """
@@ -47,6 +50,8 @@ def resolve_cache_argument(past_key_values: Cache | None, cache: Cache | None) -
         raise TypeError(f"unknown argument cache: transformers {transformers.__version__} calls it past_key_values")
     if cache is not None and past_key_values is not None:
         raise TypeError("cache and past_key_values are the same argument: give only cache")
+    if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
+        warnings.warn("`past_key_values` is deprecated: use `cache` instead", FutureWarning, stacklevel=6)
     return past_key_values if cache is None else cache
 
 

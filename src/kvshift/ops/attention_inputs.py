@@ -97,18 +97,18 @@ def _launch(call: Call, key: Hashable | None) -> Results:
         call = call._replace(max_rows=0)
     (q_scale, eps), (k_scale, _) = map(gain_and_epsilon, call.norms or (None, None))
     cos, sin = _half_tables(call)
-    given = with_plan(call._replace(cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale, eps=eps))
+    planned = with_plan(call._replace(cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale, eps=eps))
 
     if is_compiling_training():
         q_hat, _ = _finish(call.q, None, call.norms, call.rotary())
-        alone = given._replace(q=None, q_scale=None)
+        keys_values = planned._replace(q=None, q_scale=None)
         k_hat, v_hat, *next_rows = compiled_to_recompute(
-            lambda k, v: tuple(y for y in shift_triton(alone._replace(k=k, v=v)) if y is not None),
+            lambda k, v: tuple(y for y in shift_triton(keys_values._replace(k=k, v=v)) if y is not None),
             call.k,
             cast(Tensor, call.v),
         )
     else:
-        q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(given, key))
+        q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(planned, key))
     if call.max_rows == 0:
         return q_hat, k_hat, v_hat, None
     return q_hat, k_hat, v_hat, ShiftState(next_rows[0], next_rows[1], call.rows_to_keep())

@@ -89,13 +89,13 @@ def _shareable(plan: Callable[Arguments, ShiftPlan]) -> Callable[Arguments, Shif
     """Let a function that makes plans reuse them within `shared_plans`."""
 
     @functools.wraps(plan)
-    def shared(*args: Arguments.args, **where: Arguments.kwargs) -> ShiftPlan:
+    def shared(*args: Arguments.args, **boundaries: Arguments.kwargs) -> ShiftPlan:
         # A graph that depends on the dictionary would fit the first layer, or the others, and the tensors of one call.
         if torch.compiler.is_compiling() or getattr(_SHARED, "plans", None) is None:
-            return plan(*args, **where)
-        key = (args, *((name, id(value)) for name, value in where.items()))
+            return plan(*args, **boundaries)
+        key = (args, *((name, id(value)) for name, value in boundaries.items()))
         if key not in _SHARED.plans:
-            _SHARED.plans[key] = plan(*args, **where), where  # `where` is kept so that no other tensor gets its id
+            _SHARED.plans[key] = plan(*args, **boundaries), boundaries  # kept so that no other tensor gets their ids
         return _SHARED.plans[key][0]
 
     return shared

@@ -83,8 +83,8 @@ def kv_shift(
     if alpha is None and beta is None:
         raise ValueError("alpha and beta are both None: there is nothing to shift")
     k_state, v_state, _, max_rows = unpack_state(state)
-    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
-    call = Call(None, k, v, alpha, beta, k_state, v_state, max_rows=max_rows, **where)
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
+    call = Call(None, k, v, alpha, beta, k_state, v_state, max_rows=max_rows, **options)
     k_hat, v_hat, next_state = shift_keys_values(call)
     return k_hat, v_hat, cast(ShiftState, next_state)
 
@@ -126,8 +126,8 @@ def shift_tokens(
     Returns:
         x_hat, of the shape of x, and the next state.
     """
-    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
-    call = Call(None, x, None, coefficients, k_state=state, **where)
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
+    call = Call(None, x, None, coefficients, k_state=state, **options)
     check_input("x", x)
     check_coefficients("coefficients", coefficients, x)
     sequences = check_boundaries(x, cu_seqlens, seq_idx, mask)

@@ -155,14 +155,14 @@ class ShiftState(SequenceState):
             raise ValueError(f"tokens must be 0 or more, got {tokens}")
         if window < 2:
             raise ValueError(f"window must be 2 or more, got {window}")
-        left = self.rows - tokens
-        if left < window - 1:
+        remaining = self.rows - tokens
+        if remaining < window - 1:
             raise ValueError(
                 f"cannot crop {tokens} tokens: the state holds {self.rows} rows and a window of {window} needs "
                 f"{window - 1} afterwards; keep max_rows >= {window - 1 + tokens} (it is {self.max_rows}). "
                 "Older raw keys and values cannot be recovered from shifted ones"
             )
-        return self._map(lambda x: x[:, :left].clone())
+        return self._map(lambda x: x[:, :remaining].clone())
 
     def reset(self) -> ShiftState:
         """Return the state of the same S sequences before their first token."""

@@ -167,8 +167,8 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Tensor | None], gra
     """Return the gradients of the inputs of `function`, given those of its results; None for inputs that are None."""
 
     def of_tensors(*tensors: Tensor) -> Any:
-        left = iter(tensors)
-        return function(*(None if x is None else next(left) for x in inputs))
+        remaining = iter(tensors)
+        return function(*(None if x is None else next(remaining) for x in inputs))
 
     pull = cast(Any, torch.func.vjp(of_tensors, *(x for x in inputs if x is not None)))[1]
     pulled = iter(pull(grads))
@@ -339,12 +339,12 @@ def _rows_read(x: Tensor, state: Tensor, sources: Tensor | None, start: int, end
     first = max(0, start - len(lags) + 1)
     window, rows = _cast(x[:, first:end], lags[0].weight), state.shape[1]
     for lag in range(len(lags)):
-        own = max(start, lag)  # positions before this one read the state
+        first_in_x = max(start, lag)  # positions before this one read the state
         if start < lag:
             stop = min(end, lag)
             yield lag, slice(0, stop - start), state[:, rows - lag + start : rows - lag + stop]
-        if own < end:
-            yield lag, slice(own - start, end - start), window[:, own - lag - first : end - lag - first]
+        if first_in_x < end:
+            yield lag, slice(first_in_x - start, end - start), window[:, first_in_x - lag - first : end - lag - first]
 
 
 def _gradients_read(

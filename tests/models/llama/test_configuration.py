@@ -99,6 +99,9 @@ def test_layer_types_follow_from_the_other_fields(options: dict, layer_type: str
     assert tiny_config(**options, num_hidden_layers=3, layer_types=[layer_type] * 3).layer_types == config.layer_types
     config.num_hidden_layers = 5
     assert config.layer_types == [layer_type] * 5
+    config.layer_types = [layer_type] * 5  # PEFT's Shadow does that
+    with pytest.raises(ValueError, match="layer_types must be left out or match the other fields"):
+        config.layer_types = [layer_type] * 3
 
 
 def test_fields_changed_while_loading_take_effect(tmp_path):

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvshift.ops import ShiftState
 from kvshift.ops.rope import half_tables
 from kvshift.ops.triton import next_token
-from kvshift.ops.triton.next_token import NextTokenLaunch
+from kvshift.ops.triton.next_token import NextToken, TokenTables
 
 from ...covering import covering
 from ..conftest import skip_unless_built
@@ -43,7 +44,7 @@ class Layer:
     Args:
         static: whether the number of tokens is on the device.
         full: whether the rotary tables are as wide as a head, those of sines with a negated first half.
-        apart: whether q, k and v are given with separate heads.
+        apart: whether q, k and v are tensors of their own, not parts of one projection.
         stateless: whether to leave out the state.
     """
 
@@ -67,21 +68,31 @@ class Layer:
         state = (None, None) if stateless else (case.k_state, case.v_state)
         self.state = [None if x is None else x.clone().to(DEVICE) for x in state]
         self.length = torch.tensor(AT, device=DEVICE) if static else None
-        weights = (None if x is None else x.to(DEVICE) for x in (case.alpha, case.beta, case.q_scale, case.k_scale))
-        self.launch = NextTokenLaunch(self.keys, self.values, *self.state, *weights, case.eps, length=self.length)
         self.full, self.apart = full, apart
+        q, k, v, _ = self.given(case)
+        weights = [None if x is None else x.to(DEVICE) for x in (case.alpha, case.beta, case.q_scale, case.k_scale)]
+        rows = None if stateless else ShiftState(*self.state, 1)
+        self.call = NextToken(q, k, v, rows, *weights[:2], (*weights[2:], case.eps))
+        assert self.call.write_to(self.keys, self.values, self.length)
 
-    def decode(self, case: FusedCase, at: int = AT) -> Tensor:
-        """Compute the next token, and return q, (B, H, 1, D). The projections are parts of one tensor."""
+    def given(self, case: FusedCase) -> tuple[Tensor, Tensor, Tensor, TokenTables]:
+        """Return q, k and v, of which `apart` says whether they are parts of one tensor, and the tables."""
         cos, sin = case.cos.unsqueeze(2), case.sin.unsqueeze(2)
         if self.full:
             cos, sin = half_tables(case.cos.repeat(1, 1, 2), case.sin.repeat(1, 1, 2))
         assert case.q is not None
-        parts = [x.flatten(2).to(DEVICE) for x in (case.q, case.k, case.v)]
-        q, k, v = torch.cat(parts, 2).split([x.shape[2] for x in parts], 2)
-        if self.apart:
-            q, k, v = (y.unflatten(2, x.shape[2:]) for x, y in zip((case.q, case.k, case.v), (q, k, v), strict=True))
-        return self.launch(q, k, v, cos.to(DEVICE), sin.to(DEVICE), at)
+        parts = [x.to(DEVICE) for x in (case.q, case.k, case.v)]
+        if not self.apart:
+            flat = torch.cat([x.flatten(2) for x in parts], 2).split([x[0].numel() for x in parts], 2)
+            parts = [y.unflatten(2, x.shape[2:]) for x, y in zip(parts, flat, strict=True)]
+        q, k, v = parts
+        return q, k, v, TokenTables((cos.to(DEVICE), sin.to(DEVICE)))
+
+    def decode(self, case: FusedCase, at: int = AT) -> Tensor:
+        """Compute the next token, and return q, (B, H, 1, D)."""
+        given = self.given(case)
+        assert self.call.takes(*given)
+        return self.call(*given, at)
 
     def assert_nothing_else_was_written(self, case: FusedCase, at: int = AT) -> None:
         for found, before in zip((self.keys, self.values), self.before, strict=True):
@@ -91,7 +102,7 @@ class Layer:
             assert state is None or torch.equal(state.cpu().nan_to_num(7.0), x.nan_to_num(7.0)), "the state is not x"
         if self.length is not None:
             assert self.length.item() == at + 1
-            assert self.launch._last[3].item() == 0, "the ticket was not returned"
+            assert self.call._ticket.item() == 0, "the ticket was not returned"
 
 
 def one_token(seed: int = 2, batch: int = 2, **options: Any) -> FusedCase:
@@ -202,7 +213,7 @@ def test_nothing_is_written_beyond_the_end():
         assert torch.equal(layer.keys, layer.before[0])
         assert torch.equal(layer.values, layer.before[1])
     for at in (-1, ROOM, 2**40):
-        with pytest.raises(IndexError, match=f"the cache has room for {ROOM} tokens, and holds {at} already"):
+        with pytest.raises(IndexError, match=f"the cache is full: it has room for {ROOM} tokens, and holds {at}"):
             layer.decode(case, at)
 
 
@@ -211,28 +222,60 @@ def test_nothing_is_written_beyond_the_end():
 
 def test_what_does_not_fit_is_refused_by_name():
     case = one_token(dtype=torch.bfloat16)
-    layer = Layer(case)
-    keys, values, states = layer.keys, layer.values, layer.state
-    for name, change in {
-        "keys": lambda: (keys[:, :, :-1], values[:, :, :-1]),
-        "values": lambda: (keys, values[:, :, 1:].contiguous()),
-    }.items():
-        with pytest.raises(ValueError, match=f"^{name} must be a contiguous"):
-            NextTokenLaunch(*change(), *states, case.alpha, case.beta)
-    with pytest.raises(ValueError, match=r"^alpha must be a contiguous torch\.float32 tensor"):
-        NextTokenLaunch(keys, values, *states, case.k[0, 0, :, :2], None)
-    with pytest.raises(ValueError, match=r"^k_state and v_state must be given"):
-        NextTokenLaunch(keys, values, None, None, case.alpha, None)
-    with pytest.raises(ValueError, match=r"^v_state must be a contiguous torch\.bfloat16 tensor"):
-        NextTokenLaunch(keys, values, states[0], states[1].float(), case.alpha, None)
-    with pytest.raises(ValueError, match=r"^keys must be of 16 or 32 bits"):
-        NextTokenLaunch(keys.double(), values.double(), *(x.double() for x in states), case.alpha, case.beta)
-    with pytest.raises(ValueError, match=r"^q must be torch\.bfloat16 on \w+, got torch\.float32"):
-        layer.decode(replace(case, k=case.k.float(), q=case.q.float(), v=case.v.float()))
-    with pytest.raises(ValueError, match=r"^k must be \(2, 1, heads"):
-        layer.decode(replace(case, k=case.k[:, :, 1:]))
-    with pytest.raises(ValueError, match=r"^cos must be \(1 or 2, 1, 1, 12 or 6\), got \(3, 1, 1, 12\)"):
-        layer.decode(replace(case, cos=case.cos.expand(3, -1, -1), sin=case.sin.expand(3, -1, -1)))
+    layer = Layer(case, apart=True)
+    q, k, v, _ = layer.given(case)
+    state = ShiftState(*layer.state, 1)
+    for named, given in {
+        "q: it takes adjacent heads": (q[:, :, ::2], k, v, state, case.alpha, case.beta),
+        "k: it takes tensors of one dtype": (q, k.float(), v, state, case.alpha, case.beta),
+        "k: it must be": (q, k[:, :, 1:], v, state, case.alpha, case.beta),
+        "alpha: it takes tensors of one dtype": (q, k, v, state, case.alpha.bfloat16(), None),
+        "beta: it must be": (q, k, v, state, None, case.beta[:, :1]),
+        "state must be given": (q, k, v, None, case.alpha, None),
+        r"state\.v: it takes tensors of one dtype": (q, k, v, ShiftState(state.k, state.v.float(), 1), None, case.beta),
+        "heads must be of an even size": (q[..., :11], k[..., :11], v, state, None, None),
+        "the kernel of the next token does not support torch.float64": (
+            *(x.double() for x in (q, k, v)), state, None, None
+        ),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{named}"):
+            NextToken(*given)
+    for cos, sin in ((case.cos, case.sin), (case.cos.unsqueeze(2)[..., ::2], case.sin.unsqueeze(2)[..., ::2])):
+        with pytest.raises(ValueError, match=r"^cos cannot be read by the Triton kernel"):
+            TokenTables((cos, sin))
+
+
+def test_what_it_does_not_take():
+    """Other tensors than those it was prepared for, and caches that it cannot write to."""
+    case = one_token(dtype=torch.bfloat16)
+    layer = Layer(case, apart=True)
+    call, (q, k, v, tables) = layer.call, layer.given(case)
+    assert call.takes(q, k, v, tables)
+    for others in (
+        (q.float(), k, v),
+        (q[:1], k, v),
+        (q, torch.cat((k, k), 3)[..., : k.shape[3]], v),
+        (q, k, v[..., 1:]),
+    ):
+        assert not call.takes(*others, tables)
+    wider = TokenTables(tuple(torch.ones(1, 1, 1, 2 * q.shape[3], device=DEVICE) for _ in range(2)))
+    rows = TokenTables(tuple(torch.ones(3, 1, 1, q.shape[3], device=DEVICE) for _ in range(2)))
+    assert not call.takes(q, k, v, wider)
+    assert not call.takes(q, k, v, rows)
+    keys, values = layer.keys, layer.values
+    for others in ((keys[:, :, 1:], values[:, :, 1:]), (keys.float(), values), (keys, values[:, :, 1:].contiguous())):
+        assert not call.write_to(*others)
+    assert not call.write_to(keys, values, torch.zeros(2, dtype=torch.int64, device=DEVICE))
+    assert not call.write_to(keys, values, torch.zeros(1, device=DEVICE))
+    weights, gains = call.tensors[:2], (*call.tensors[2:], case.eps)
+    assert call.is_current(call.state, weights, gains)
+    for others in (
+        (ShiftState(*layer.state, 1), weights, gains),
+        (call.state, (weights[0].clone(), weights[1]), gains),
+        (call.state, weights, (*gains[:2], 1.0)),
+        (call.state, weights, (None, None, gains[2])),
+    ):
+        assert not call.is_current(*others)
 
 
 # Mutants

@@ -16,7 +16,7 @@ from kvshift.models.versions import warn_if_untested
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 # Options of `from_pretrained` that say where files are, including that of the configuration.
-_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_SOURCE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identity")) -> Model:
@@ -74,8 +74,8 @@ def load_kv_shift(folder: str | Path, **options: Any) -> PreTrainedModel:
     """
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):
-        where = {name: options[name] for name in _WHERE if name in options}
-        config = AutoConfig.from_pretrained(folder if config is None else config, **where)
+        source = {name: options[name] for name in _SOURCE_OPTIONS if name in options}
+        config = AutoConfig.from_pretrained(folder if config is None else config, **source)
     classes = {shifted.__name__: shifted for family in FAMILIES for shifted in family.models.values()}
     name = (getattr(config, "architectures", None) or ["none"])[0]
     if name not in classes or not isinstance(config, classes[name].config_class):

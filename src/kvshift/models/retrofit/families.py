@@ -135,8 +135,8 @@ class _GPTNeoXDecoder(RetrofittedDecoder):
         **kwargs: Any,
     ) -> Any:
         """Run the decoder as other families' do; the order of the arguments is that of GPT-NeoX."""
-        given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
-        return super().forward(*given, **kwargs)
+        arguments = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        return super().forward(*arguments, **kwargs)
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         return self.emb_dropout(self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds)

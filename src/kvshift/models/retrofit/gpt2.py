@@ -81,8 +81,8 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
             raise ValueError("encoder_hidden_states must be None: GPT-2 with KV shift has no cross-attention")
         if input_ids is not None and not isinstance(attention_mask, dict):
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
-        given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
-        return super().forward(*given, seq_idx, cu_seq_lens_q, cache, token_type_ids=token_type_ids, **kwargs)
+        arguments = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        return super().forward(*arguments, seq_idx, cu_seq_lens_q, cache, token_type_ids=token_type_ids, **kwargs)
 
     def run_layers(self, hidden_states: Tensor, masks: dict[str, Tensor | None], **kwargs: Any) -> Any:
         mask = masks["attention"]

@@ -26,6 +26,11 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton runs kernels in Python, on CPU tensors
 
 
+def has_triton() -> bool:
+    """Return True if Triton is installed."""
+    return _HAS_TRITON
+
+
 def triton_unsupported_reason(x: Tensor, window: int) -> str | None:
     """Return why the kernels cannot take x, a plain or fake tensor; None if they can."""
     if x.dtype not in _DTYPES:

@@ -53,26 +53,23 @@ class CompiledLaunch:
                 same dtypes and devices.
             numbers: numbers that change from call to call, the next arguments, for which the kernel is not specialised.
         """
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
         if self._device >= 0 and self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):  # Triton launches on the current device, wherever the tensors are
-                self._start(tensors, addresses, numbers)
-        else:
-            self._start(tensors, addresses, numbers)
-
-    def _start(self, tensors: tuple[Tensor | None, ...], addresses: list[int | None], numbers: tuple[int, ...]) -> None:
+                self(*tensors, numbers=numbers)
+            return
+        addresses: list[int | None] = []
         bits = 0
-        for address in addresses:
-            if address:
-                bits |= address
-        may_be_kept = bits % _ALIGNMENT == 0
-        for number in numbers:
-            may_be_kept &= -_HALF <= number < _HALF  # others have 64 bits
-        if may_be_kept and self._run is not None and not self._kernel.pre_run_hooks:
+        for x in tensors:
+            address = None if x is None else x.data_ptr()
+            addresses.append(address)
+            bits |= address or 0
+        # Other addresses and numbers of 64 bits need another compiled kernel.
+        is_usual = bits % _ALIGNMENT == 0 and (not numbers or (max(numbers) < _HALF and min(numbers) >= -_HALF))
+        if is_usual and self._run is not None and not self._kernel.pre_run_hooks:
             self._run(*addresses, *numbers, *self._rest)
             return
         compiled = self._launch(*tensors, *numbers, *self._numbers, **self._constants)
-        if may_be_kept and _may_be_kept(compiled):
+        if is_usual and _may_be_kept(compiled):
             self._run = compiled[self._grid]
 
 

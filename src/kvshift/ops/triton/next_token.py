@@ -1,6 +1,8 @@
 """The next token of generation in one launch; see `next_token_kernel.py`.
 
-Shapes: B batch, H query heads, G KV heads, D head size, R tokens for which the cache has room.
+What a launch needs is prepared once for each layer of a cache; then a token passes a few addresses.
+
+Shapes: B batch, H query heads, G KV heads, D head size, N rows of a cache. L is B, or 1 if all sequences share tables.
 """
 
 from __future__ import annotations
@@ -12,10 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.ops.memory import PLAIN_TENSOR_TYPES, is_lazy
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES, is_lazy, unreadable_reason
+from kvshift.ops.rope import Rotary
+from kvshift.ops.state import ShiftState
+from kvshift.ops.triton.call import has_triton, triton_unsupported_reason
 from kvshift.ops.triton.compiled_launch import CompiledLaunch, geometry
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_SIZE = 1024  # of a head, in one program of one warp
+_MAX_ROWS = 2**31 - 1
+
+Gains = tuple[Tensor | None, Tensor | None, float]
+"""Gains of the norms of queries and keys, (D,), and their epsilon; None for no norms."""
 
 
 @functools.cache
@@ -26,158 +36,201 @@ def kernel() -> Any:
     return next_token
 
 
-class NextTokenLaunch:
-    """Shifts, normalises and rotates the next token of each sequence, and writes it into one layer of a cache.
-
-    It is made once for each layer of a cache, with the tensors that stay the same from token to token. Keys, values and
-    states are overwritten in place.
+class TokenTables:
+    """The rotary tables of one token, for all layers.
 
     Args:
-        keys, values: (B, G, R, D) and (B, G, R, Dv), contiguous: the cache, shifted and rotated.
-        k_state, v_state: (B, 1, G, D) and (B, 1, G, Dv), contiguous: the raw previous token; None without a shift.
-        alpha, beta: (G, 2) float32, contiguous; None if keys or values are not shifted.
-        q_scale, k_scale: gains of the norms, (D,), contiguous; None without norms.
-        eps: epsilon of the norms.
-        length: int64 on the device, the number of tokens in a static cache, which each call increments. None: the
-            position is an argument of the call.
+        rotary: cosine and sine, (L, 1, 1, D), as in `kvshift.ops.rope.rotate_half`, or half as wide.
 
     Raises:
-        ValueError: the tensors are not as described.
+        ValueError: the kernel cannot read them.
+    """
+
+    __slots__ = ("geometry", "rotary", "sequences", "size")
+
+    def __init__(self, rotary: Rotary) -> None:
+        cos, sin = rotary
+        for name, table in (("cos", cos), ("sin", sin)):
+            reason = unreadable_reason(table, cos.device)
+            if reason is None and (table.shape != cos.shape or table.ndim != 4 or table.shape[1:3] != (1, 1)):
+                reason = f"it takes tables (sequences, 1, 1, size), got {tuple(table.shape)}"
+            if reason is None and (table.stride(3) != 1 or table.stride() != cos.stride()):
+                reason = f"it takes dense rows, got strides {cos.stride()} and {table.stride()}"
+            if reason is not None or is_lazy(table):
+                raise ValueError(f"{name} cannot be read by the Triton kernel: {reason}")
+        self.rotary, self.geometry = rotary, geometry(cos)
+        self.sequences, self.size = cos.shape[0], cos.shape[3]
+
+
+class NextToken:
+    """The prepared launches for one layer of a cache.
+
+    Args:
+        q, k, v: projections of a token, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv); later ones must be alike.
+        state: the state before the token, with one row, which every launch overwrites; None if nothing is shifted.
+        alpha, beta: coefficients, (G, 2) in float32. If None, k or v is not shifted.
+        gains: of the norms between shift and rotation, which compute Llama's formula.
+
+    Attributes:
+        buffers: the cache that launches write to, (B, G, N, D) and (B, G, N, Dv); None at first.
+        length: the number of its rows in use, if launches count them.
+        cached: for the caller: the part of the buffers in use.
+
+    Raises:
+        ValueError: the kernel does not support this; the message says why.
     """
 
     def __init__(
         self,
-        keys: Tensor,
-        values: Tensor,
-        k_state: Tensor | None,
-        v_state: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: ShiftState | None,
         alpha: Tensor | None,
         beta: Tensor | None,
-        q_scale: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        eps: float = 0.0,
-        *,
-        length: Tensor | None = None,
+        gains: Gains = (None, None, 0.0),
     ) -> None:
-        ticket = None if length is None else torch.zeros((), dtype=torch.int32, device=keys.device)
-        batch, heads, self._room, size = keys.shape
-        v_size = values.shape[3]
-        of = keys.dtype
-        described = {
-            "keys": (keys, (batch, heads, self._room, size), of),
-            "values": (values, (batch, heads, self._room, v_size), of),
-            "k_state": (k_state, (batch, 1, heads, size), of),
-            "v_state": (v_state, (batch, 1, heads, v_size), of),
-            "alpha": (alpha, (heads, 2), torch.float32),
-            "beta": (beta, (heads, 2), torch.float32),
-            "q_scale": (q_scale, (size,), None),
-            "k_scale": (k_scale, (size,), None),
-            "length": (length, None, torch.int64),
-        }
-        for name, (x, shape, dtype) in described.items():
-            problem = x is not None and _problem(x, shape, dtype, keys.device)
-            if problem:
-                raise ValueError(f"{name} {problem}")
-        if of not in _DTYPES or size % 2 or not 0 < self._room < 2**31:
-            raise ValueError(f"keys must be of 16 or 32 bits, with an even head size, got {tuple(keys.shape)} {of}")
-        if (alpha is not None and k_state is None) or (beta is not None and v_state is None):
-            raise ValueError("k_state and v_state must be given if keys or values are shifted")
-        if (k_state is None) != (v_state is None) or (q_scale is None) != (k_scale is None):
-            raise ValueError("k_state and v_state, and q_scale and k_scale, must be given together")
-        self._cache = keys, values, k_state, v_state
-        self._weights = alpha, beta
-        self._last = q_scale, k_scale, length, ticket
-        self._eps = eps
-        self._counts_on_device = length is not None
-        self._known: object = None
-        self._launch: CompiledLaunch | None = None
-        self._q_shape: tuple[int, ...] = ()
-        self._strides: tuple[int, ...] = ()
+        batch, _, heads, size = q.shape
+        kv_heads, v_size = v.shape[2:]
+        q_gain, k_gain, self.eps = gains
+        self.state, self.tensors, self.dtype = state, (alpha, beta, q_gain, k_gain), q.dtype
+        refusal = triton_unsupported_reason(q, 2)
+        if refusal is not None or q.dtype not in _DTYPES:
+            raise ValueError(refusal or f"the kernel of the next token does not support {q.dtype}")
+        if size % 2 or max(size, v_size) > _MAX_SIZE:
+            raise ValueError(f"heads must be of an even size up to {_MAX_SIZE}, got {size} and {v_size}")
+        expected = (batch, 1, heads, size), (batch, 1, kv_heads, size), (batch, 1, kv_heads, v_size)
+        for name, x, shape in zip("qkv", (q, k, v), expected, strict=True):
+            reason = _problem(x, shape, q.dtype, q.device)
+            if reason is not None or not x[:1].is_contiguous():
+                raise ValueError(f"{name}: {reason or f'it takes adjacent heads, got strides {x.stride()}'}")
+        if state is None and not alpha is beta is None:
+            raise ValueError("state must be given if keys or values are shifted")
+        rows = (None, None) if state is None else (state.k, state.v)
+        for name, x, shape, dtype in (
+            ("alpha", alpha, (kv_heads, 2), torch.float32), ("beta", beta, (kv_heads, 2), torch.float32),
+            ("state.k", rows[0], k.shape, q.dtype), ("state.v", rows[1], v.shape, q.dtype),
+            ("a gain", q_gain, (size,), None), ("a gain", k_gain, (size,), None),
+        ):  # fmt: skip
+            reason = None if x is None else _problem(x, shape, dtype, q.device)
+            if reason is not None or (x is not None and not x.is_contiguous()):
+                raise ValueError(f"{name}: {reason or 'it takes a contiguous tensor'}")
+        self._rows = rows
+        self._inputs = [geometry(x) for x in (q, k, v)]
+        self._strides = q.stride(0), k.stride(0), v.stride(0)
+        self._shapes = (batch, heads, 1, size), (batch, kv_heads, v_size)
+        self._device = q.get_device()
+        self._dtypes = [None if x is None else x.dtype for x in self.tensors]
+        self._of_launch: object = None
+        self._launch: Any = None
+        self._numbers: tuple[int, ...] = ()
+        self._ticket: Tensor | None = None
+        self.buffers: Any = None
+        self.cached: Any = None
+        self.length: Tensor | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, at: int) -> Tensor:
-        """Compute the next token of every sequence.
+    def is_current(
+        self, state: ShiftState | None, coefficients: tuple[Tensor | None, Tensor | None], gains: Gains
+    ) -> bool:
+        """Return True if these are still the state, the coefficients and the gains. Their addresses may change."""
+        if state is not self.state or gains[2] != self.eps:
+            return False
+        for x, known, dtype in zip((*coefficients, *gains[:2]), self.tensors, self._dtypes, strict=True):
+            if x is not known or (x is not None and x.dtype is not dtype):
+                return False
+        return True
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables) -> bool:
+        """Return True if the projections are like those that this was prepared for, and the tables fit."""
+        for x, known in zip((q, k, v), self._inputs, strict=True):
+            if type(x) is not Tensor or geometry(x) != known or is_lazy(x):
+                return False
+        batch, _, _, size = self._shapes[0]
+        return tables.sequences in (1, batch) and tables.size in (size, size // 2)
+
+    def write_to(self, keys: Tensor, values: Tensor, length: Tensor | None = None) -> bool:
+        """Let later launches write to this cache; return False if it is not one that the kernel can write to.
 
         Args:
-            q, k, v: as projected, (B, 1, H D), (B, 1, G D) and (B, 1, G Dv), or with separate heads, (B, 1, H, D), ...
-            cos, sin: rotary tables of the token, as in `kvshift.ops.rope.Rotary`, (L, 1, 1, D) or (L, 1, 1, D/2).
-            at: number of tokens in the cache before this one.
+            keys: (B, G, N, D), contiguous. values: (B, G, N, Dv).
+            length: number of rows in use, one int64, which every launch increments; None if the caller counts.
+        """
+        (batch, _, _, size), (_, heads, v_size) = self._shapes
+        rows = keys.shape[2] if keys.ndim == 4 else 0
+        for x, width in ((keys, size), (values, v_size)):
+            reason = _problem(x, (batch, heads, rows, width), self.dtype, keys.device)
+            if reason is not None or not x.is_contiguous() or x.get_device() != self._device or rows > _MAX_ROWS:
+                return False
+        if length is not None:
+            if _problem(length, None, torch.int64, keys.device) is not None or length.numel() != 1:
+                return False
+            if self._ticket is None:
+                self._ticket = torch.zeros((), dtype=torch.int32, device=keys.device)
+        self.buffers, self.length = (keys, values), length
+        self._room = rows
+        return True
+
+    def is_full(self, tokens: int) -> bool:
+        """Return True if the cache has no room for more than this many tokens."""
+        return tokens >= self._room
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
+        """Shift, normalise and rotate a token that this `takes`; write the cache and overwrite the state.
+
+        Args:
+            at: number of tokens in the cache, and index of the row to write to, unless a `length` counts them.
 
         Returns:
-            q, (B, H, 1, D). Keys, values, states and `length` are updated in place.
+            q, (B, H, 1, D).
 
         Raises:
-            IndexError: the cache is full.
-            ValueError: the tensors are not as described, or of another dtype or device than the cache.
+            IndexError: the cache has no such row. (Of a `length` that is too large the host does not know; the kernel
+                writes nothing then.)
         """
         if not 0 <= at < self._room:
-            raise IndexError(f"the cache has room for {self._room} tokens, and holds {at} already")
-        known = geometry(q), geometry(k), geometry(v), geometry(cos), geometry(sin)
-        if self._launch is None or known != self._known:
-            self._prepare(q, k, v, cos, sin)
-            self._known = known
-        q_out = q.new_empty(self._q_shape)
-        tensors = q_out, *self._cache, q, k, v, *self._weights, cos, sin, *self._last
-        self._launch(*tensors, numbers=(*self._strides, at, self._room))  # type: ignore[misc]  # prepared
-        return q_out
+            raise IndexError(f"the cache is full: it has room for {self._room} tokens, and holds {at}")
+        of_launch = tables.geometry, self.length is None
+        if of_launch != self._of_launch:
+            self._prepare(tables)
+            self._of_launch = of_launch
+        out = q.new_empty(self._shapes[0])
+        alpha, beta, q_gain, k_gain = self.tensors
+        ticket = None if self.length is None else self._ticket
+        self._launch(
+            out, *self.buffers, *self._rows, q, k, v, alpha, beta, *tables.rotary, q_gain, k_gain, self.length, ticket,
+            numbers=(*self._numbers, at, self._room),
+        )  # fmt: skip
+        return out
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Check the tensors of a call and make the launch for all calls with tensors of the same geometry."""
-        keys, values, *_ = self._cache
-        batch, heads, _, size = keys.shape
-        v_size = values.shape[3]
-        for name, x, numbers in (("q", q, None), ("k", k, heads * size), ("v", v, heads * v_size)):
-            width = x[0].numel() if x.ndim in (3, 4) and x.shape[0] == batch else 0
-            if (
-                type(x) not in PLAIN_TENSOR_TYPES
-                or x.shape[1:2] != (1,)
-                or width == 0
-                or (width % size if numbers is None else width != numbers)
-                or not x[:1].is_contiguous()
-                or (x.ndim == 4 and x.shape[3] != (v_size if name == "v" else size))
-            ):
-                raise ValueError(
-                    f"{name} must be ({batch}, 1, heads * head size), with adjacent heads, got {tuple(x.shape)} with "
-                    f"strides {x.stride()}"
-                )
-            if x.dtype != keys.dtype or x.device != keys.device or is_lazy(x):
-                raise ValueError(f"{name} must be {keys.dtype} on {keys.device}, got {x.dtype} on {x.device}")
-        width = cos.shape[-1]
-        for name, x in (("cos", cos), ("sin", sin)):
-            problem = _problem(x, None, None, keys.device)
-            if problem or x.shape not in ((1, 1, 1, width), (batch, 1, 1, width)) or width not in (size, size // 2):
-                raise ValueError(f"{name} must be (1 or {batch}, 1, 1, {size} or {size // 2}), got {tuple(x.shape)}")
-        if cos.shape != sin.shape:
-            raise ValueError(f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
-        queries = q[0].numel() // size
-        self._q_shape = batch, queries, 1, size
-        strides = q.stride(0), k.stride(0), v.stride(0), 0 if cos.shape[0] == 1 else cos.stride(0)
+    def _prepare(self, tables: TokenTables) -> None:
+        """Make the launch for tables of this geometry."""
+        (batch, heads, _, size), (_, kv_heads, v_size) = self._shapes
+        strides = *self._strides, 0 if tables.sequences == 1 else tables.rotary[0].stride(0)
         align = math.gcd(16, *strides)
-        self._strides = tuple(stride // align for stride in strides)
+        self._numbers = tuple(stride // align for stride in strides)
         constants = {
-            "H": queries,
-            "G": heads,
+            "H": heads,
+            "G": kv_heads,
             "D": size,
             "Dv": v_size,
-            "EPS": self._eps,
-            "SIN": size // 2 if width == size else 0,
-            "BLOCK_K": _power_of_2(size // 2),
-            "BLOCK_V": _power_of_2(v_size),
+            "EPS": self.eps,
+            "SIN": size // 2 if tables.size == size else 0,
+            "BLOCK_K": 1 << max(0, size // 2 - 1).bit_length(),
+            "BLOCK_V": 1 << max(0, v_size - 1).bit_length(),
             "ALIGN": align,
             "num_warps": 1,
         }
-        self._launch = CompiledLaunch(kernel(), (queries + 2 * heads, batch), (), constants, q.get_device())
+        self._launch = CompiledLaunch(kernel(), (heads + 2 * kv_heads, batch), (), constants, self._device)
+
+
+def next_token_dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes of tokens that the kernel takes; none without Triton."""
+    return _DTYPES if has_triton() else ()
 
 
 def _problem(x: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None, device: torch.device) -> str | None:
-    """Return what is wrong with a tensor; None if nothing is."""
-    expected = f"must be a contiguous {'' if dtype is None else dtype} tensor on {device}"
-    if type(x) not in PLAIN_TENSOR_TYPES or x.layout is not torch.strided or is_lazy(x) or not x.is_contiguous():
-        return f"{expected}, got a {type(x).__name__} with strides"
-    if x.device != device or (dtype is not None and x.dtype != dtype) or (shape is not None and x.shape != shape):
-        return f"{expected}{'' if shape is None else f', {shape}'}, got {tuple(x.shape)} {x.dtype} on {x.device}"
-    return None
-
-
-def _power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
+    """Return why the kernel cannot read or write a tensor at its address; None if it can."""
+    reason = unreadable_reason(x, device, dtype, PLAIN_TENSOR_TYPES)
+    if reason is None and shape is not None and x.shape != shape:
+        reason = f"it must be {tuple(shape)}, got {tuple(x.shape)}"
+    return "its memory does not hold its numbers" if reason is None and is_lazy(x) else reason
