@@ -26,6 +26,7 @@ from kvshift_lab.core.errors import LabError, install_command, nearest
 from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.core.statistics import mean_of
 from kvshift_lab.data.config import SHARED_DATA_ENV
+from kvshift_lab.run.inputs import identify_model
 from kvshift_lab.run.loading import load_model
 from kvshift_lab.run.model_files import locate
 from kvshift_lab.variants.uncached import decodes_with_cache
@@ -145,7 +146,7 @@ def _answers(name: str, tasks: dict[str, Any], config: EvalConfig) -> tuple[dict
             most = {"max_gen_toks": min(512, lm.max_length // 2)}
             task.set_config("generation_kwargs", most, update=True)
     _log(f"{name}: {', '.join(tasks)}")
-    version = f"{_weights_version(source, model)} {lm.max_length} {model.dtype}"
+    version = f"{identify_model(source, tokenizer.name_or_path)} {lm.max_length} {model.dtype}"
     with _saved_answers(lm, config.output, version) as answering:
         report: Any = run_tasks(answering, {"tasks": tasks}, limit=config.limit, bootstrap_iters=0)
     found = report["samples"]
@@ -170,15 +171,6 @@ def _saved_answers(lm: Any, output: Path | None, version: str) -> Iterator[Any]:
         yield cached
     finally:
         cached.dbdict.close()
-
-
-def _weights_version(source: str, model: Any) -> str:
-    """Identify a model's weights: by sizes and modification times of its files, or by its commit on the hub."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return f"{source} {getattr(model.config, '_commit_hash', None)}"
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return f"{folder.resolve()} {[(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]}"
 
 
 def _report_cut_prompts(task: str, samples: Samples, lm: Any) -> None:
