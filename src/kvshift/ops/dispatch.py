@@ -105,10 +105,10 @@ def shift_path(call: Call) -> ShiftPath:
 def fused_path(call: Call, key: Hashable | None = None) -> FusedPath:
     """Choose how to shift, normalise and rotate: in one launch, or in separate steps.
 
-    The next token of generation uses a few plain operations on every device, because preparing a launch occupies the
-    host for longer (docs/findings.md). Otherwise, one launch is used on CUDA devices, or if the backend "triton" is
-    requested. It is never used if gradients would have to flow through a state or to the rotary tables, if the norms
-    compute anything else than RMSNorm, or if they have hooks.
+    The next token of generation, if `kvshift.models.next_token` does not compute it in one call, uses a few plain
+    operations on every device, because preparing a launch occupies the host for longer. Otherwise, one launch is used
+    on CUDA devices, or if the backend "triton" is requested. It is never used if gradients would have to flow through
+    a state or to the rotary tables, if the norms compute anything else than RMSNorm, or if they have hooks.
 
     Args:
         key: the `launch_key` of the call, for which the answer may be known.
