@@ -8,7 +8,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, cast
 
 import torch
@@ -25,6 +25,9 @@ BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # the meaning of "auto" in this process
 _UNSUPPORTED_REASONS: dict[str, Any] = {"cpu": cpu_unsupported_reason, "triton": triton_unsupported_reason}
 _KERNEL_TYPES = {"cpu": PLAIN_TENSOR_TYPES, "triton": (*PLAIN_TENSOR_TYPES, torch._subclasses.FakeTensor)}
+
+# By a transform of `torch.func`, which may have ended and left the tensor behind.
+_is_wrapped: Callable[[Tensor], bool] = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor
 
 ShiftPath = Literal["reference", "traceable", "eager", "cpu", "triton"]
 FusedPath = Literal["next token", "reference", "launch", "unfused"]
@@ -71,7 +74,13 @@ def launch_key(call: Call) -> Hashable | None:
     for x in tensors:
         if x is None:
             parts.append(None)
-        elif type(x) not in PLAIN_TENSOR_TYPES or x.layout is not torch.strided or x.is_nested or is_lazy(x):
+        elif (
+            type(x) not in PLAIN_TENSOR_TYPES
+            or x.layout is not torch.strided
+            or x.is_nested
+            or is_lazy(x)
+            or _is_wrapped(x)
+        ):
             return None
         else:
             parts += geometry(x), x.requires_grad
