@@ -16,7 +16,7 @@ from kvshift_lab.analysis.tables import as_text
 from kvshift_lab.commands.eval.answer_cache import AnswerCache, answer_key, open_answer_cache, weights_version
 from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.commands.eval.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
-from kvshift_lab.commands.eval.text_scores import Model, pieces, prepare, with_interval
+from kvshift_lab.commands.eval.text_scores import Model, documents, prepare, with_interval
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.messages import log
 from kvshift_lab.core.seeds import seed_for
@@ -107,7 +107,7 @@ def _parts(model: Model, config: EvalConfig) -> list[list[int]]:
 
 def _cut(model: Model, config: EvalConfig, length: int) -> Iterator[list[int]]:
     waiting: list[int] = []
-    for ids, _, last in token_stream(pieces(config), model.encode):
+    for ids, _, last in token_stream(documents(config), model.encode):
         waiting += ids.tolist()
         while len(waiting) >= length:
             yield waiting[:length]
