@@ -18,12 +18,11 @@ def rows() -> dict[tuple[str, str], dict]:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_the_shift_takes_no_more_operations_than_its_rotation_saves(rows, cache):
+def test_the_shift_takes_no_operation_of_its_own(rows, cache):
     ours, plain = rows[cache, "kv shift"]["operations"], rows[cache, "vanilla"]["operations"]
     theirs = rows[cache, host.BASELINE]["operations"]
     assert plain < theirs
-    copies_of_state = 1 if cache == "static" else 0  # one copy for keys and values together
-    assert ours == plain + 2 * 2 + copies_of_state  # a product and a sum for keys, and for values
+    assert ours == plain  # one call of the kernel in each layer: shift, rotation, state and cache
     assert ours < theirs
 
 
