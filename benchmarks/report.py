@@ -161,7 +161,7 @@ def _fits(rows: Sequence[Row]) -> str:
 
 
 def short(rows: Sequence[Row]) -> str:
-    """Return a summary for the terminal: the rows of `kv_shift`, without the sweep, and all rows that failed."""
+    """Return a summary for the terminal: the rows of `kv_shift`, of the sweep its lines, and all rows that failed."""
     table: list[tuple[str, ...]] = [("part", "case", "implementation", "ms", "x first", "of copy", "MiB saved")]
     for row in rows:
         problem = row.get("problem")
@@ -174,7 +174,12 @@ def short(rows: Sequence[Row]) -> str:
         ours = row["contestant"].startswith(_OURS) and "left_out" not in row and row["part"] != "sweep"
         if problem or ours:
             table.append((row["part"], row["case"], row["contestant"], *((problem,) if problem else cells)))
-    return as_text(table, left=3)
+    fits = [
+        f"sweep  {dtype} along {axis}: at most {100 * line.worst:.0f} % off a straight line"
+        for (implementation, dtype, axis), (line, _) in lines(rows).items()
+        if implementation.startswith(_OURS)
+    ]
+    return "\n".join([as_text(table, left=3), *fits] if len(table) > 1 else fits)
 
 
 def write(folder: Path) -> None:
