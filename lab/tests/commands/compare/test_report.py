@@ -113,8 +113,8 @@ def test_the_page_says_what_the_files_say(two_seeds):
         "× 1.190 (quartiles 1.170 to 1.230)",
         "<b>What</b> & light",  # escaped as text, not markup
         "But soft",
-        "kvshift train --seed 1",
-        str(two_seeds.folder.resolve() / "seed-1" / "kvshift"),
+        "kvshift train --seed 0",
+        f"kvshift train --config {two_seeds.folder.resolve()}/seed-1/kvshift/config.json",
         '"hidden_size": 53',
         '"cpu": "<a CPU>"',
     ):
