@@ -71,7 +71,7 @@ test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an envi
 # More of them: ALL=1. Those of generation, which the registry does not have: PEERS=/path/to/a/checkout/of/transformers.
 .PHONY: test-peers
 test-peers: .venv-peers/stamp build/peers/stamp  ## Run tests of transformers, PEFT and torch on our models and operator, and shapes of fla's
-	@KVSHIFT_PEERS=build/peers $(TEST_ENV) .venv-peers/bin/python -m pytest -n auto --dist worksteal -q -rfE --disable-warnings tests/peers $(ARGS)
+	@KVSHIFT_PEERS=build/peers $(TEST_ENV) .venv-peers/bin/python -m pytest -n auto --dist worksteal -q -rfE -o verbosity_subtests=0 --disable-warnings tests/peers $(ARGS)
 
 .PHONY: smollm
 smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it
@@ -168,7 +168,7 @@ define install
 	@touch $@
 endef
 
-KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installation
+KERNEL := hatch_build.py $(wildcard src/kvshift/ops/cpu/*.cpp src/kvshift/ops/cpu/*.h)  # built by the installation
 
 .venv/stamp: pyproject.toml lab/pyproject.toml constraints.txt $(KERNEL)
 	$(call install,constraints.txt,-e '.[dev]' -e './lab[test]')

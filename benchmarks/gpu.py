@@ -1,6 +1,10 @@
-"""Run everything that needs a GPU in one call of nine minutes: tests, tuning and measurements.
+"""Run what needs a GPU in one call of nine minutes: tests and measurements, what is least known first.
 
-    OUT=results/gpu python benchmarks/gpu.py [--only tests,tuning,...] [--minutes 9]
+    OUT=results/gpu python benchmarks/gpu.py [--only tests,decode,...] [--minutes 9]
+    OUT=/tmp/gpu python benchmarks/gpu.py --dry                 the same on a machine without a GPU, small
+
+The steps are those of `STEPS`, and with --only also those of `MORE`. With --dry, kernels run in Triton's interpreter or
+with a stub of the driver, models are tiny, and no number means anything: it checks that every step starts and ends.
 
 It runs from a bare checkout and needs torch, triton, transformers, matplotlib, filelock, pytest and hypothesis, but no
 installed kvshift, no tyro and no network. Each step has its own processes and time limit, so a step that fails or hangs
@@ -11,8 +15,9 @@ measured, so they are kept if a step runs out of time.
 $OUT/summary.txt            the short table that is printed last
 $OUT/steps.log              output of the steps
 $OUT/tests.jsonl            a line for each finished test
+$OUT/host.jsonl             host time of small calls
 $OUT/tuning.json            launch parameters of the Triton kernels, sorted by time
-$OUT/bench/rows.jsonl, table.md, plot.svg, plot.png
+$OUT/bench-STEP/rows.jsonl, table.md, plot.svg, plot.png
 """
 
 from __future__ import annotations
@@ -50,9 +55,11 @@ class Step:
     results: Path | None = None
 
 
-def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
+def bench_code(out: Path, *parts: str, dry: bool = False, **options: object) -> tuple[str, ...]:
     """Return a command that calls the benchmark from Python, because the command line needs tyro."""
-    given = {"parts": parts, "preset": "paper", "device": "cuda", **options}
+    given = {"parts": parts, "preset": "paper", "device": "cuda", "layers": 8, **options}
+    if dry:
+        given |= {"preset": "smoke", "device": "cpu", "rounds": 2, "cases": ()}
     arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
     code = (
         "import sys\n"
@@ -67,14 +74,17 @@ def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
     return sys.executable, "-c", code
 
 
-def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] = ()) -> Step:
+def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] = (), *, dry: bool = False) -> Step:
     """Return a step that runs pytest on the GPU tests, or on `paths`, a share in each process; see `tests/sharding.py`.
 
     Options are given explicitly because pytest before version 9 does not read them from pyproject.toml. The benchmark
     plugin is disabled because it warns about several processes.
     """
     options = ("-q", "-m", "gpu", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:benchmark")
-    found = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("**/test_gpu*.py"))
+    found = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("**/test_gpu*.py")]
+    found.sort(key=lambda path: ("next_token" not in path, path))
+    if dry:
+        options, found = (*options, "-k", "launch or written_beyond or without_shift"), found[:1]
     files = paths or tuple(path for path in found if find_spec("vllm") or not path.startswith("tests/vllm/"))
     results = out / "tests.jsonl"
     return Step(
@@ -83,33 +93,47 @@ def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] 
         limit,
         tuple(
             {"KVSHIFT_SHARD": f"{share}/{processes}", "KVSHIFT_SHARD_RESULTS": str(results)}
+            | ({"KVSHIFT_TEST_DEVICE": "cpu"} if dry else {})
             for share in range(processes)
         ),
         results,
     )
 
 
-def steps(out: Path) -> list[Step]:
-    """Return the checks that docs/performance.md requires on a GPU, most important first, within nine minutes."""
-    bench = out / "bench"
-    tuning = (
-        sys.executable,
-        "-m",
-        "kvshift_lab.benchmarks.tilings",
-        "--out",
-        str(out / "tuning.json"),
-        "--seconds",
-        "50",
-    )
-    return [
-        sharded_tests(out, 110, processes=min(16, os.cpu_count() or 1)),
-        Step("tuning", (tuning,), 60),
-        Step("op", (bench_code(bench, "op", layers=8),), 110),
-        Step("train", (bench_code(bench, "train", layers=8),), 110),
-        Step("decode", (bench_code(bench, "decode", "prefill", layers=8),), 80),
-        Step("layer, memory", (bench_code(bench, "layer", "memory", layers=8),), 40),
-        Step("sweep", (bench_code(bench, "sweep", layers=8),), 30),
-    ]
+STEPS = ("tests", "decode", "host", "train", "layer", "memory", "op")
+MORE = ("prefill", "tuning", "sweep")
+
+
+def steps(out: Path, names: tuple[str, ...] = STEPS, *, dry: bool = False) -> list[Step]:
+    """Return steps by name; together, `STEPS` take nine minutes at most.
+
+    tests      the tests of the kernels, those of the next token first
+    decode     a token of the 2.9B model with 8 layers, 1 and 8 sequences: dynamic and static cache, CUDA graphs
+    host       host time of small training calls and of the next token
+    train      a compiled training step
+    layer      forward and backward of an attention layer
+    memory     what a decoder layer keeps for backward
+    op         the operator at the second shape of the paper's sizes
+    """
+
+    def bench(name: str, *parts: str, **options: object) -> tuple[tuple[str, ...]]:
+        return (bench_code(out / f"bench-{name}", *parts, dry=dry, **options),)
+
+    launches = (sys.executable, str(ROOT / "benchmarks/launches.py"), "--out", str(out / "host.jsonl"))
+    tuning = (sys.executable, "-m", "kvshift_lab.benchmarks.tilings", "--out", str(out / "tuning.json"))
+    found = {
+        "tests": sharded_tests(out, 110, processes=min(16, os.cpu_count() or 1), dry=dry),
+        "decode": Step("decode", bench("decode", "decode", rounds=8, cases=("2.9B",)), 170),
+        "host": Step("host", (launches,), 20),
+        "train": Step("train", bench("train", "train", rounds=10, cases=("2.9B", "compiled")), 110),
+        "layer": Step("layer", bench("layer", "layer", cases=("forward and backward",)), 40),
+        "memory": Step("memory", bench("memory", "memory"), 30),
+        "op": Step("op", bench("op", "op", cases=("(16, 2048, 16, 64)",)), 50),
+        "prefill": Step("prefill", bench("prefill", "prefill"), 60),
+        "tuning": Step("tuning", ((*tuning, "--seconds", "50"),), 60),
+        "sweep": Step("sweep", bench("sweep", "sweep"), 30),
+    }
+    return [found[name] for name in names]
 
 
 def environment() -> dict[str, str]:
@@ -178,17 +202,18 @@ def count_tests(results: list[dict[str, Any]]) -> str:
 def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
     """Return the outcomes of the steps and a summary of the benchmark's rows."""
     lines = [f"{name:<14} {seconds:6.0f} s  {what}" for name, what, seconds in said]
-    path = out / "bench" / "rows.jsonl"
-    if not path.exists():
-        return "\n".join(lines)
     sys.path[:0] = SOURCES
     from kvshift_lab.benchmarks.bench_report import short, write
 
-    rows = complete_lines(path)
-    if not rows:
-        return "\n".join(lines)
-    write(out / "bench", rows)
-    return "\n".join([*lines, "", short(rows)])
+    for row in complete_lines(out / "host.jsonl"):
+        numbers = [f"{row[name]:.1f} us {name}" for name in ("microseconds", "without keeping") if name in row]
+        lines.append(f"host: {row['call']}: {row.get('problem') or ', '.join(numbers)}")
+    for path in sorted(out.glob("bench*/rows.jsonl")):
+        rows = complete_lines(path)
+        if rows:
+            write(path.parent, rows)
+            lines += ["", f"{path.parent.name}", short(rows)]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -196,16 +221,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="steps to run, separated by commas (default: all)")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of all steps together (default: 9)")
+    parser.add_argument("--dry", action="store_true", help="try the steps without a GPU, small")
     arguments = parser.parse_args()
     out = Path(os.environ.get("OUT", "results/gpu")).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = steps(out)
-    if arguments.only:
-        names = arguments.only.split(",")
-        known = [step.name.partition(",")[0] for step in chosen]
-        if unknown := sorted({*names} - {*known}):
-            parser.error(f"--only must name some of {', '.join(known)}, got {', '.join(unknown)}")
-        chosen = [step for step in chosen if step.name.partition(",")[0] in names]
+    names = tuple(arguments.only.split(",")) if arguments.only else STEPS
+    if unknown := sorted({*names} - {*STEPS, *MORE}):
+        parser.error(f"--only must name some of {', '.join((*STEPS, *MORE))}, got {', '.join(unknown)}")
+    chosen = steps(out, names, dry=arguments.dry)
     end = time.monotonic() + 60 * arguments.minutes - 10  # 10 s for the summary
     said: list[tuple[str, str, float]] = []
     with (out / "steps.log").open("a") as log:

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from kvshift.ops.arguments import Call
 from kvshift.ops.cpu.next_token import Gains, NextToken, TokenTables
 from kvshift.ops.decode import CoefficientCache, next_token
+from kvshift.ops.rope import half_tables
 from kvshift.ops.state import ShiftState
 
 UNTOUCHED = 7.0  # around the cache
@@ -55,8 +56,8 @@ def inputs(case: Case) -> dict[str, Any]:
             assert size == v_size
             heads = list(torch.cat(heads, 2).split((case.heads, kv_heads, kv_heads), 2))
         given["tokens"].append(heads)
-        angle = normal(case.tables, 1, 1, size // 2, dtype=torch.float32) * 3
-        cos, sin = angle.cos().repeat(1, 1, 1, 2), torch.cat([-angle.sin(), angle.sin()], 3)
+        angle = (normal(case.tables, 1, size // 2, dtype=torch.float32) * 3).repeat(1, 1, 2)
+        cos, sin = angle.cos(), angle.sin()
         given["tables"].append((cos.to(case.dtype), sin.to(case.dtype)))
     rows = normal(batch, 1, kv_heads, size), normal(batch, 1, kv_heads, v_size)
     alpha, beta = (
@@ -83,7 +84,8 @@ def by_operations(case: Case) -> list[Tensor]:
     given = inputs(case)
     rows = given["rows"] or (None, None)
     qs, keys, values = [], [], []
-    for (q, k, v), (cos, sin) in zip(given["tokens"], given["tables"], strict=True):
+    for (q, k, v), tables in zip(given["tokens"], given["tables"], strict=True):
+        cos, sin = half_tables(*tables)
         more: dict[str, Any] = {"norms": given["norms"], "max_rows": 1 if case.targets else 0}
         call = Call(q, k, v, given["alpha"], given["beta"], *rows, cos, sin, **more)
         q_hat, k_hat, v_hat, _ = next_token(call, CoefficientCache())

@@ -289,7 +289,7 @@ OF_AUTO: Table = {
         "length not counted": ("if (n.length) ++*n.length;", "", check_one_call),
         "norm summed otherwise": ("i < whole ? i % groups : 0", "i % groups", check_one_call),
         "norm of keys forgotten": ("if (n.k_scale) norm", "if (false) norm", check_one_call),
-        "tables of another row": ("cos + b * table", "cos + (n.B - 1 - b) * table", check_one_call),
+        "tables of another row": ("tables.cos + b * ", "tables.cos + (n.B - 1 - b) * ", check_one_call),
         "rotated the other way": ("widen(sin[d]))", "-widen(sin[d]))", check_one_call),
         "zero coefficient of the previous token read": ("else if (b == 0)", "else if (false)", check_one_call),
         "zero coefficient of the token read": ("else if (a == 0)", "else if (false)", check_one_call),

@@ -1,4 +1,4 @@
-"""The models that are tested, each beside a model of transformers that should pass and fail the same tests."""
+"""The models that are tested."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """PEFT's tests of decoders, on ours.
 
-PEFT loads small models from the hub by name. Folders of these names, relative to the working directory, take their
-place: with models of transformers after `add_kv_shift`, or with the models themselves.
+PEFT loads small models from the hub by name. Folders of these names in the working directory take their place, with
+models of transformers after `add_kv_shift`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ theirs.load_dataset_english_quotes = quotes
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models of all names in "stock", and the same with shift in "with_shift"."""
+    """A folder with the models of all names, after `add_kv_shift`."""
     root = tmp_path_factory.mktemp("peft")
     words = dict.fromkeys(["<pad>", "<s>", "</s>", "<unk>", *TEXT.split()])
     vocabulary = {word: number for number, word in enumerate(words)}
@@ -66,34 +66,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     for name, family in MODELS.items():
         model = AutoModelForCausalLM.from_config(STOCK[family].config())
-        for kind in ("stock", "with_shift"):
-            if kind == "with_shift":
-                add_kv_shift(model, ShiftOptions(init="uniform"))
-            model.save_pretrained(root / kind / name)
-            tokenizer.save_pretrained(root / kind / name)
+        add_kv_shift(model, ShiftOptions(init="uniform"))
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
     return root
 
 
-class DecoderModels(theirs.TestDecoderModels):
+class TestDecoders(theirs.TestDecoderModels):
+    """PEFT's tests, on models with shift."""
+
     test_prefix_tuning_gemma4_raises_if_all_layers_skipped = None  # not a family of ours
     test_prefix_tuning_gemma4_warns_if_some_layers_skipped = None
     test_prefix_tuning_gemma4_works = None
     test_prompt_tuning_trust_remote_code = None  # reads a module of OPT
 
-
-class TestKVShift(DecoderModels):
-    """The tests of PEFT on models with shift."""
-
     @pytest.fixture(autouse=True)
     def models_by_name(self, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(folders / "with_shift")
-
-
-class TestStock(DecoderModels):
-    """The same tests on the models without."""
-
-    is_host = True
-
-    @pytest.fixture(autouse=True)
-    def models_by_name(self, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(folders / "stock")
+        monkeypatch.chdir(folders)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from . import sources
-from .subjects import STOCK, SUBJECTS, Subject
+from .subjects import SUBJECTS, Subject
 
 sources.add_to_path()
 
@@ -73,12 +73,10 @@ CONFIG_TESTS = {
 }
 
 
-def make_tests(subject: Subject, **members: Any) -> type:
-    members |= {"subject": subject, "all_model_classes": subject.classes, "__module__": __name__}
+def make_tests(subject: Subject) -> type:
+    members = {"subject": subject, "all_model_classes": subject.classes, "__module__": __name__}
     return type("", (ModelTests, unittest.TestCase), CONFIG_TESTS | members)
 
 
 for name, subject in SUBJECTS.items():
     globals()[name] = make_tests(subject)
-for name, subject in STOCK.items():
-    globals()[name] = make_tests(subject, is_host=True)

@@ -243,12 +243,17 @@ def test_cache_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_every_block_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    Path("chats.jsonl").write_text(json.dumps({"messages": chat, "id": 1}) + "\n")
+    Path("web.csv").write_text('n,text\n1,"a ""b"", c\nd"\n')
     page = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     namespace: dict[str, Any] = {}
-    exec(block, namespace)
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        exec(block, namespace)
 
     assert {name: tuple(column.shape) for name, column in namespace["batch"].items()} == dict.fromkeys(
         ("input_ids", "position_ids", "labels"), (2, 128)
     )
     assert "First Citizen" in capsys.readouterr().out
+    converted = files.read_files(files.find_files("*-texts.jsonl", "corpus"), "text")
+    assert [row["text"] for row in converted] == ["2 + 2?\n\n4", 'a "b", c\nd']

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -44,12 +43,7 @@ def test_pieces_make_no_difference(kind, monkeypatch):
     monkeypatch.setattr(streams, "_BATCH_CHARACTERS", 300)
     documents = [document(seed, words) for seed, words in enumerate((1, 900, 3, 40, 700))]
 
-    def pieces() -> Iterator[tuple[str, bool]]:
-        for text in documents:
-            for begin in range(0, len(text), 77):
-                yield text[begin : begin + 77], begin + 77 >= len(text)
-
-    parts = list(token_stream(pieces(), encode))
+    parts = list(token_stream(documents, encode))
     assert kind != "byte level" or len(parts) > 3 * len(documents)
     number, ids, sizes = 0, [], []
     for part in parts:
@@ -65,7 +59,7 @@ def test_pieces_make_no_difference(kind, monkeypatch):
 
 def test_bytes_of_single_tokens():
     encode = train_bpe(iter(["xy"]), 257).backend_tokenizer  # each token is one byte
-    (part,) = token_stream([("aé🙂 b", True)], encode)
+    (part,) = token_stream(["aé🙂 b"], encode)
     assert part.last
     assert len(part.ids) == 9
     np.testing.assert_array_equal(part.sizes, [1, 2, 0, 4, 0, 0, 0, 1, 1])

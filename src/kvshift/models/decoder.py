@@ -109,8 +109,13 @@ class ShiftedAttention:
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, T, E) to queries (B, T, H, D), keys and values (B, T, G, D)."""
-        heads = (*hidden_states.shape[:2], -1, self.head_dim)  # the layout of the operator
-        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return self._split_heads(*self._projections(hidden_states))
+
+    def _projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+
+    def _split_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (*query.shape[:2], -1, self.head_dim)  # the layout of the operator
         return query.view(heads), key.view(heads), value.view(heads)
 
     def output(self, heads: Tensor) -> Tensor:
@@ -129,11 +134,17 @@ class ShiftedAttention:
         next_token: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        heads, cache = self.project(hidden_states), past_key_values if cache is None else cache
+        cache = past_key_values if cache is None else cache
+        # One call on a CPU needs no views of the projections.
+        whole = next_token is not None and next_token.takes_whole and type(self).project is ShiftedAttention.project
+        heads = self._projections(hidden_states) if whole else self.project(hidden_states)
         done = None if next_token is None else next_token.shift_and_cache(self, *heads, cache)
         if done is None:
+            heads = self._split_heads(*heads) if whole else heads
             norms = (self.q_norm, self.k_norm) if self.qk_norm else None
             after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
+            if next_token is not None and position_embeddings is not None:
+                after["rotary"] = half_tables(*position_embeddings)
             if self.apply_rotary is not None:
                 after = {"finish": partial(_norm_then_rotate, self.apply_rotary, position_embeddings, norms)}
             done = shift_and_cache(
@@ -377,10 +388,13 @@ class RotaryDecoder(ShiftedDecoder):
     norm: nn.Module
     rotary_emb: nn.Module
     has_llama_layers: ClassVar[bool] = False  # whether there are layers with `ShiftedAttention.llama_norm`
+    rotates_halves: ClassVar[bool] = (
+        True  # whether layers rotate with `kvshift.ops.rope`, not with functions of a family
+    )
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> Any:
-        """Return the `position_embeddings` of all attention layers, or a dict of them by layer type."""
-        return half_tables(*self.rotary_emb(hidden_states, position_ids=position_ids))
+        """Return the tables of transformers, (L, T, D), for all attention layers, or a dict of them by layer type."""
+        return self.rotary_emb(hidden_states, position_ids=position_ids)
 
     @capture_outputs
     def run_layers(
@@ -392,6 +406,9 @@ class RotaryDecoder(ShiftedDecoder):
         if isinstance(tables, dict) or "attention" not in masks:
             layer_types = self.config.layer_types[: self.config.num_hidden_layers]
         tokens, masks = prepare_next_token(self, hidden_states, tables, masks, kwargs[CACHE], attn_implementation)
+        if self.rotates_halves and not tokens:
+            is_dict = isinstance(tables, dict)
+            tables = {name: half_tables(*x) for name, x in tables.items()} if is_dict else half_tables(*tables)
         # zip, not a slice: a slice of a ModuleList is a new module, which would be created at every token.
         for decoder_layer, layer_type in zip(self.layers, layer_types, strict=False):
             hidden_states = decoder_layer(

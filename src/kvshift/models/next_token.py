@@ -17,6 +17,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, N cached tokens, D head
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +58,7 @@ def prepare_next_token(
     Args:
         decoder: the `RotaryDecoder`.
         hidden_states: input of the first layer, (B, T, E).
-        rotary: tables of all layers, or a dict of them by type of layer: those of transformers, (L, T, D), or those of
-            `kvshift.ops.rope.rotate_half`, (L, T, 1, D).
+        rotary: tables of transformers, (L, T, D), of all layers, or a dict of them by type of layer.
         masks: the result of `kvshift.models.documents.create_masks`.
         cache: the cache of the pass, after `ensure_shift_cache`.
         attn_implementation: name of the attention function.
@@ -118,20 +118,24 @@ class Token:
 
     Raises:
         ValueError: the kernel cannot read the tables.
+
+    Attributes:
+        takes_whole: whether the kernel takes the heads of a projection side by side, (B, 1, H D).
     """
 
-    __slots__ = ("_prepare", "_tables")
+    __slots__ = ("_prepare", "_tables", "takes_whole")
 
     def __init__(self, kernels: Any, rotary: Rotary) -> None:
         self._prepare = kernels.NextToken
-        self._tables = kernels.TokenTables(half_tables(*rotary) if rotary[0].ndim == 3 else rotary)
+        self.takes_whole = kernels is cpu_next_token
+        self._tables = kernels.TokenTables(rotary if kernels is cpu_next_token else half_tables(*rotary))
 
     def shift_and_cache(self, attention: Any, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Heads | None:
         """Shift, normalise, rotate and cache the token in one layer; None if that needs the general way.
 
         Args:
             attention: a `ShiftedAttention`.
-            q, k, v: projections, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv).
+            q, k, v: projections, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv), or whole.
             cache: the cache of the pass.
 
         Returns:
@@ -150,7 +154,8 @@ class Token:
             return None
         call = layer.next_token
         if call is None or not call.is_current(layer.shift_state, coefficients, gains):
-            call = layer.next_token = _prepare_layer(self._prepare, layer, q, k, v, coefficients, gains)
+            prepare = self._prepare if q.ndim == 4 else partial(self._prepare, size=attention.head_dim)
+            call = layer.next_token = _prepare_layer(prepare, layer, q, k, v, coefficients, gains)
         if call is None or not call.takes(q, k, v, self._tables):
             return None
         return write(layer, call, q, k, v, self._tables)
@@ -206,13 +211,18 @@ def _append(
     """Write to the room after the tokens of a growing cache, whose keys and values are views of longer tensors."""
     keys: Any = layer.keys
     values: Any = layer.values
-    is_own = call.cached is not None and keys is call.cached[0] and values is call.cached[1]
-    if (not is_own or call.is_full(keys.shape[2])) and not _make_room(call, keys, values):
-        return None
+    cached: Any = call.cached
+    if cached is None or keys is not cached[0] or values is not cached[1] or keys.shape[2] == cached[2]:
+        if not _make_room(call, keys, values):
+            return None
+        cached = call.cached
     at = keys.shape[2]
     q = call(q, k, v, tables, at)
-    keys, values = (room.narrow(2, 0, at + 1) for room in call.buffers)
-    layer.keys, layer.values = call.cached = keys, values
+    (k_room, v_room), (heads, size, strides, v_size, v_strides) = call.buffers, cached[3:]
+    keys = k_room.as_strided((*heads, at + 1, size), strides)  # less work than `narrow`, at every token
+    values = v_room.as_strided((*heads, at + 1, v_size), v_strides)
+    layer.keys, layer.values = keys, values
+    call.cached = keys, values, *cached[2:]
     return q, keys, values
 
 
@@ -227,7 +237,8 @@ def _make_room(call: NextToken, keys: Tensor, values: Tensor) -> bool:
     if not call.write_to(k_room, v_room):
         return False
     k_room[:, :, :tokens], v_room[:, :, :tokens] = keys, values
-    call.cached = keys, values
+    sizes = keys.shape[:2], keys.shape[3], k_room.stride(), values.shape[3], v_room.stride()
+    call.cached = keys, values, room, *sizes
     return True
 
 
@@ -248,7 +259,9 @@ def _overwrite(
 
 def _update(layer: Any, call: NextToken, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables) -> Heads | None:
     """Write to tensors of one token, with which a cache layer with a sliding window updates itself."""
-    k_new, v_new = (x.new_empty(x.shape[0], x.shape[2], 1, x.shape[3]) for x in (k, v))
+    if layer.keys.ndim != 4:
+        return None
+    k_new, v_new = (x.new_empty(*x.shape[:2], 1, x.shape[3]) for x in (layer.keys, layer.values))
     if not call.write_to(k_new, v_new):
         return None
     return call(q, k, v, tables, 0), *layer.update(k_new, v_new)

@@ -176,7 +176,7 @@ def test_tokens_unlike_the_first_are_not_taken(change):
 def test_tables_that_do_not_fit_are_not_taken():
     given = inputs(Case())
     call, (cos, sin) = prepared(Case(), given), given["tables"][0]
-    for tables in ((cos.double(), sin.double()), (cos[..., :10].contiguous(),) * 2, (cos.repeat(3, 1, 1, 1),) * 2):
+    for tables in ((cos.double(), sin.double()), (cos[..., :10].contiguous(),) * 2, (cos.repeat(3, 1, 1),) * 2):
         assert not call.takes(*given["tokens"][0], TokenTables(tables))
     for change in (lazy, lambda x: TwoTensor(x, x), lambda x: x[..., ::2], lambda x: x[0], Tensor.double):
         with pytest.raises(ValueError, match="rotary tables cannot be read"):

@@ -60,7 +60,8 @@ def bench(config: BenchConfig) -> None:
         session = _session(config, device)
         for part in PARTS:
             for case in _cases(part)(session) if part in config.parts else ():
-                if not file.has(case.part, case.name):
+                chosen = all(text in case.name for text in config.cases)
+                if chosen and not file.has(case.part, case.name):
                     session.log(f"{case.part}: {case.name}")
                     file.append(measure_case(case, device))
         rows = file.rows

@@ -24,6 +24,8 @@ class BenchConfig:
     parts: tuple[Part, ...] = field(default=PARTS, metadata=NO_EFFECT_ON_RESULTS)
     """Parts to measure. op: the operator. layer: an attention layer. train, prefill, decode: whole models. memory:
     bytes saved for the backward pass. sweep: cost as a function of T, B, G, D and dtype."""
+    cases: tuple[str, ...] = field(default=(), metadata=NO_EFFECT_ON_RESULTS)
+    """Measure only the cases whose names contain all of these texts."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=MACHINE_SPECIFIC)
     """Device to measure on. auto: CUDA if there is a GPU."""
     preset: PresetName = "laptop"

@@ -48,15 +48,17 @@ def prefill_cases(session: Session) -> Iterator[Case]:
 
 
 def decode_cases(session: Session) -> Iterator[Case]:
-    """Yield a case for each model of the preset; on CUDA also with a static cache, uncompiled and compiled."""
+    """Yield a case for each model; on CUDA also for 8 sequences, and with a static cache, uncompiled and compiled."""
     for size in session.preset.models:
-        yield _case(session, "decode", size, "", _decoding(size))
-        if session.device.type == "cuda":
-            static = {"cache_implementation": "static"}
-            make = _decoding(size, **static, disable_compile=True)
-            yield _case(session, "decode", size, ", static cache", make)
-            if session.compiled:
-                yield _case(session, "decode", size, ", static cache, compiled", _decoding(size, **static))
+        for batch in (1, 8) if session.device.type == "cuda" else (1,):
+            alone = replace(size, batch=batch, length=size.tokens)
+            yield _case(session, "decode", alone, "", _decoding(alone))
+            if session.device.type == "cuda":
+                static = {"cache_implementation": "static"}
+                make = _decoding(alone, **static, disable_compile=True)
+                yield _case(session, "decode", alone, ", static cache", make)
+                if session.compiled:
+                    yield _case(session, "decode", alone, ", static cache, compiled", _decoding(alone, **static))
 
 
 def model_fields(size: ModelSize) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def _case(
     elif size.fit_memory and session.layers is not None:
         fields["num_hidden_layers"] = min(session.layers, fields["num_hidden_layers"])
     names = names or implementations(fields)
-    shape = [1, size.tokens] if part == "decode" else [size.batch, size.length]
+    shape = [size.batch, size.length]
     dtype = str(size.dtype).removeprefix("torch.")
     layers = fields["num_hidden_layers"]
 
@@ -232,7 +234,7 @@ def _prefill(size: ModelSize) -> Make:
 def _decoding(size: ModelSize, **more: Any) -> Make:
     def make(model: Any) -> Implementation:
         model.eval()
-        prompt = _ids(model, 1, _PROMPT)
+        prompt = _ids(model, size.batch, _PROMPT)
         options: dict[str, Any] = {
             "do_sample": False,
             "max_new_tokens": size.tokens,

@@ -26,8 +26,8 @@ class DataConfig:
     """The text, the tokenizer that encodes it, and the layout of the sequences."""
 
     corpus: str = "tinyshakespeare"
-    """The text: a bundled corpus by name (tinyshakespeare); a file, a folder or a quoted glob of .txt, .md, .jsonl,
-    .json and .parquet files, each also as .gz, .xz or .zst; or a hub dataset "owner/name", such as
+    """The text: a bundled corpus by name (tinyshakespeare); a file, a folder or a quoted glob of .txt, .md, .jsonl and
+    .json files, each also as .gz, .xz or .zst, and .parquet files; or a hub dataset "owner/name", such as
     HuggingFaceFW/fineweb-edu."""
 
     hub_config: str | None = None

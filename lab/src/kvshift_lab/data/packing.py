@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvshift_lab.data.dataset_cache import cached_dataset, fingerprint
-from kvshift_lab.data.pieces import can_cut_at_lines, cut_at_lines
+from kvshift_lab.data.pieces import cut_documents
 from kvshift_lab.data.sources import Documents, texts
 
 # Characters passed to the tokenizer in one batch, enough to occupy all its threads.
@@ -96,13 +96,14 @@ def pack(
         "input_ids" and "position_ids", each (T,) int32.
     """
     rest = np.empty(0, np.int32)
-    rest_starts = np.empty(0, bool)
+    rest_starts = np.ones(1, bool)  # whether a document starts at each token of `rest`, and at the one after them
     index_T = np.arange(sequence_length, dtype=np.int32)
-    for documents in _encoded(text, encode):
-        tokens = np.concatenate([rest, *(np.array([*document, eos], np.int32) for document in documents)])
-        starts = np.zeros(len(tokens), bool)
-        starts[: len(rest)] = rest_starts
-        starts[len(rest) + np.cumsum([0, *(len(document) + 1 for document in documents[:-1])])] = True
+    for pieces in _encoded(text, encode):
+        tokens = np.concatenate([rest, *(np.array([*ids, eos] if last else ids, np.int32) for ids, last in pieces)])
+        starts = np.zeros(len(tokens) + 1, bool)
+        starts[: len(rest) + 1] = rest_starts
+        ends = len(rest) + np.cumsum([len(ids) + last for ids, last in pieces])
+        starts[ends[[last for _, last in pieces]]] = True
         whole = len(tokens) - len(tokens) % sequence_length
         for begin in range(0, whole, sequence_length):
             row = {"input_ids": tokens[begin : begin + sequence_length]}
@@ -143,7 +144,7 @@ def encoder(backend: str) -> tokenizers.Tokenizer:
 def count_tokens(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the number of tokens in all documents, including an end-of-text token for each."""
     encode = encoder(tokenizer.backend_tokenizer.to_str())
-    return sum(len(document) + 1 for batch in _encoded(texts(documents), encode) for document in batch)
+    return sum(len(ids) + last for pieces in _encoded(texts(documents), encode) for ids, last in pieces)
 
 
 def repeat_spans(tokens: np.ndarray, number: int, fraction: float) -> np.ndarray:
@@ -213,24 +214,8 @@ def _features(sequence_length: int, packing: str) -> datasets.Features:
     return datasets.Features({column: datasets.List(datasets.Value("int32"), sequence_length) for column in columns})
 
 
-def _encoded(text: Iterable[str], encode: tokenizers.Tokenizer) -> Iterator[list[list[int]]]:
-    """Yield the tokens of each document, in batches of one or more documents."""
-    may_cut = can_cut_at_lines(encode)
-    pieces: list[str] = []
-    counts: list[int] = []  # number of pieces of each document
-    characters = 0
-    for document in text:
-        parts = cut_at_lines(document) if may_cut else [document]
-        pieces += parts
-        counts.append(len(parts))
-        characters += len(document)
-        if characters >= _BATCH_CHARACTERS:
-            yield _encode_batch(pieces, counts, encode)
-            pieces, counts, characters = [], [], 0
-    if counts:
-        yield _encode_batch(pieces, counts, encode)
-
-
-def _encode_batch(pieces: list[str], counts: list[int], encode: tokenizers.Tokenizer) -> list[list[int]]:
-    encoded = iter(encode.encode_batch_fast(pieces, add_special_tokens=False))
-    return [[token for _ in range(count) for token in next(encoded).ids] for count in counts]
+def _encoded(text: Iterable[str], encode: tokenizers.Tokenizer) -> Iterator[list[tuple[list[int], bool]]]:
+    """Yield batches of pieces of documents as tokens, each with a flag for the last piece of its document."""
+    for pieces in cut_documents(text, encode, _BATCH_CHARACTERS):
+        encoded = encode.encode_batch_fast([piece for piece, _ in pieces], add_special_tokens=False)
+        yield [(encoding.ids, last) for encoding, (_, last) in zip(encoded, pieces, strict=True)]

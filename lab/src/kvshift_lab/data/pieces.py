@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 
 import tokenizers
 
@@ -31,6 +32,31 @@ def can_cut_at_lines(encode: tokenizers.Tokenizer) -> bool:
     byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
     normalizer = (description["normalizer"] or {}).get("type")
     return bool(byte_level) and not byte_level[0]["add_prefix_space"] and normalizer in (None, "NFC")
+
+
+def cut_documents(
+    documents: Iterable[str], encode: tokenizers.Tokenizer, characters: int
+) -> Iterator[list[tuple[str, bool]]]:
+    """Cut documents into pieces with the same tokens, each with a flag for the last piece of its document.
+
+    If the tokenizer does not allow a text to be cut (see `can_cut_at_lines`), a document is one piece.
+
+    Yields:
+        Batches to be tokenized together, which end with the piece that reaches `characters`.
+    """
+    may_cut = can_cut_at_lines(encode)
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for document in documents:
+        *parts, tail = cut_at_lines(document) if may_cut else [document]
+        for piece in (*((part, False) for part in parts), (tail, True)):
+            batch.append(piece)
+            size += len(piece[0])
+            if size >= characters:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def cut_at_lines(document: str) -> list[str]:

@@ -5,16 +5,16 @@ Every source becomes a dataset with a single column, "text", and one document pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
 
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.dataset_cache import cached_dataset, fingerprint
-from kvshift_lab.data.files import FileStamp, chat_hint, find_corpus, find_texts, read_files, read_pieces
+from kvshift_lab.data.files import FileStamp, check_text_column, find_corpus, find_texts, read_files, text_digest
 
 Documents = datasets.Dataset | datasets.IterableDataset
 
@@ -38,8 +38,8 @@ def load_documents(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
     return _local(config, files, held_out)
 
 
-def read_text(config: DataConfig, option: str) -> Iterator[tuple[str, bool]]:
-    """Yield the whole corpus in pieces like `read_pieces`, without the documents that contain only white space.
+def read_text(config: DataConfig, option: str) -> Iterator[str]:
+    """Return the documents of the whole corpus, in order, without those that contain only white space.
 
     Nothing is held out. This is for commands whose option is called --text-column instead of --data.text-column.
 
@@ -48,29 +48,18 @@ def read_text(config: DataConfig, option: str) -> Iterator[tuple[str, bool]]:
     """
     files = find_corpus(config.corpus, option)
     if files is None:
-        yield from ((text, True) for text in texts(_hub_split(config, config.split, "--text-column")))
-        return
+        return texts(_hub_split(config, config.split, "--text-column"))
     _refuse_hub_options(config)
-    blank = ""  # white space at the start of a document
-    begun = False
-    for text, last in read_pieces(files, config.text_column, "--text-column"):
-        if not begun:
-            text = blank + text
-            if not text or text.isspace():
-                blank = "" if last else text
-                continue
-        yield text, last
-        begun, blank = not last, ""
+    return texts(read_files(files, config.text_column, "--text-column"))
 
 
-def texts(documents: Documents) -> Iterator[str]:
+def texts(documents: Iterable[Any]) -> Iterator[str]:
     """Return an iterator over the documents that contain more than white space, in order."""
     return (text for text in _column(documents) if text and not text.isspace())
 
 
-def _column(documents: Documents) -> Iterator[str]:
-    for row in documents:
-        yield cast(dict[str, str | None], row)["text"] or ""
+def _column(documents: Iterable[Any]) -> Iterator[str]:
+    return (row["text"] or "" for row in documents)
 
 
 def _local(
@@ -88,7 +77,9 @@ def _local(
 
 
 def _read(files: tuple[FileStamp, ...], column: str) -> datasets.Dataset:
-    return cached_dataset(read_files, _FEATURES, fingerprint("files", files, column), files=files, column=column)
+    return cached_dataset(
+        read_files, _FEATURES, fingerprint("files", text_digest(files), column), files=files, column=column
+    )
 
 
 def _stream(files: tuple[FileStamp, ...], column: str) -> datasets.IterableDataset:
@@ -112,7 +103,6 @@ def _hub(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
 
 
 def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text-column") -> Documents:
-    where = f"{config.corpus}, split {split}"
     try:
         documents = datasets.load_dataset(config.corpus, config.hub_config, split=split, streaming=config.streaming)
         if isinstance(documents, datasets.IterableDataset) and documents.features is None:
@@ -121,18 +111,9 @@ def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text
         raise LabError(
             f"corpus: {config.corpus!r} is not a file or folder here, and loading it from the hub failed: {error}"
         ) from error
-    columns = documents.features or {}
-    name = (config.corpus,) if config.hub_config is None else (config.corpus, config.hub_config)
-    load = f"load_dataset({', '.join(map(repr, name))}, split={split!r})"
-    if config.text_column not in columns:
-        raise LabError(
-            f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}: choose the one with the "
-            f"text by {column_option} NAME{chat_hint(columns, load, 'text.jsonl')}"
-        )
-    kind = columns[config.text_column]
-    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view", "null"):
-        chats = chat_hint([config.text_column], load, "text.jsonl")
-        raise LabError(f"{where}: text_column {config.text_column!r} must hold text, got {kind}{chats}")
+    check_text_column(
+        documents.features or datasets.Features(), config.text_column, f"{config.corpus}, split {split}", column_option
+    )
     documents = documents.select_columns([config.text_column])
     return documents if config.text_column == "text" else documents.rename_column(config.text_column, "text")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import tokenizers
 
-from kvshift_lab.data.pieces import can_cut_at_lines, cut_at_lines
+from kvshift_lab.data.pieces import cut_documents
 
 # Characters passed to the tokenizer in one batch, enough to occupy all its threads; each takes about 170 bytes.
 _BATCH_CHARACTERS = 2**18
@@ -29,37 +29,15 @@ class Tokens(NamedTuple):
     last: bool
 
 
-def token_stream(pieces: Iterable[tuple[str, bool]], encode: tokenizers.Tokenizer) -> Iterator[Tokens]:
-    """Yield the tokens of documents that are given in pieces; they equal the tokens of the whole documents.
-
-    If the tokenizer does not allow a text to be cut (see `can_cut_at_lines`), each document is tokenized as a whole.
+def token_stream(documents: Iterable[str], encode: tokenizers.Tokenizer) -> Iterator[Tokens]:
+    """Yield the tokens of each document in parts, which equal the tokens of the whole document.
 
     Args:
-        pieces: see `read_pieces`.
+        documents: texts; see `cut_documents`.
         encode: see `encoder`.
     """
-    waiting: list[tuple[str, bool]] = []
-    characters = 0
-    for piece in _parts(pieces, may_cut=can_cut_at_lines(encode)):
-        waiting.append(piece)
-        characters += len(piece[0])
-        if characters >= _BATCH_CHARACTERS:
-            yield from _encode(waiting, encode)
-            waiting, characters = [], 0
-    yield from _encode(waiting, encode)
-
-
-def _parts(pieces: Iterable[tuple[str, bool]], *, may_cut: bool) -> Iterator[tuple[str, bool]]:
-    rest: list[str] = []
-    for text, last in pieces:
-        rest.append(text)
-        if not (last or may_cut):
-            continue
-        *parts, tail = cut_at_lines("".join(rest)) if may_cut else ["".join(rest)]
-        yield from ((part, False) for part in parts)
-        if last:
-            yield tail, True
-        rest = [] if last else [tail]
+    for pieces in cut_documents(documents, encode, _BATCH_CHARACTERS):
+        yield from _encode(pieces, encode)
 
 
 def _encode(pieces: list[tuple[str, bool]], encode: tokenizers.Tokenizer) -> Iterator[Tokens]:

@@ -71,7 +71,7 @@ def test_with_the_window_as_stride_they_are_the_sequences_of_training():
     tokenizer = train_bpe(iter(["the rows of training"]), 270)
     documents = ["the rows of training", "are", "cut from one stream of tokens"]
     encode, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
-    stream = token_stream([(text, True) for text in documents], encode)
+    stream = token_stream(documents, encode)
     found = list(windows(sequences(stream, begin=None, separator=eos), length=7, stride=7))
     rows = list(pack(documents, encode, eos, 7, "concat"))
     assert len(rows) >= 3

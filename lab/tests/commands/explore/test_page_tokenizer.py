@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvshift_lab.commands.explore.page_tokenizer import tokenizer_json
-from kvshift_lab.core.errors import LabError
+from kvshift_lab.commands.explore.page_tokenizer import check_in_node, tokenizer_json
+from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.data.tokenizers import train_bpe
 
 from ...generation_cases import TEXT
-from .node import run_module
+from .node import PAGE, node_program, run_module
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -27,7 +28,7 @@ WORDS = [
     "🙂", "👩‍👩‍👧", "١٢٣", "½",
     "3.14159", "1234567", "\n", "\n\n  ", "\t", " ", "   ", "\u00a0", "\u0085", "\u2028", "\ufeff", "e\u0301", "ﬁ", "Ⅷ",
     "<|endoftext|>", "<|x|>", "<|x|", "_snake_case", "x=1;", "(...)", "!?", "—", "\\", "mind", "question:",
-    "\x00", "a" * 40,
+    "\x00", "a" * 40, "\r", "\r\n", "\u2029",
 ]  # fmt: skip
 
 
@@ -69,6 +70,11 @@ def normalized() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def by_dots() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose pattern has what JavaScript reads otherwise: a dot, before all kinds of line ends."""
+    return byte_level(split=r".|\s[a-f\-]\D?|(?:[^\n.]|\p{Lu}){2}(?=x)")
+
+
 def letters() -> PreTrainedTokenizerFast:
     backend = Tokenizer(
         models.WordLevel({"<unk>": 0} | {letter: 11 + i for i, letter in enumerate("abcdeotr")}, "<unk>")
@@ -84,6 +90,7 @@ TOKENIZERS = {
     "digits": digits,
     "Qwen": normalized,
     "letters": letters,
+    "dots": by_dots,
 }
 
 
@@ -120,11 +127,17 @@ def split_by(pattern: Any, behavior: str) -> Any:
         ({"pre_tokenizer": pre_tokenizers.Metaspace()}, "the pre-tokenizer Metaspace"),
         ({"pre_tokenizer": None}, "a BPE that is not byte-level"),
         ({"model": models.Unigram([("a", 0.0)])}, "a model of the type Unigram"),
-        ({"pre_tokenizer": split_by(Regex(r"\p{L}++"), "isolated")}, "which JavaScript interprets differently"),
+        ({"pre_tokenizer": split_by(Regex(r"\p{L}++"), "isolated")}, "of which '++' is not translated"),
+        ({"pre_tokenizer": split_by(Regex("(?i:[a-f])"), "isolated")}, "of which '[a-f]' is not translated (ranges)"),
+        ({"pre_tokenizer": split_by(Regex("(?i:ss)"), "isolated")}, "letters that match one character together"),
+        ({"pre_tokenizer": split_by(Regex(r"\p{Han}+"), "isolated")}, "not a general category of Unicode"),
+        ({"pre_tokenizer": split_by(Regex(r"\w+"), "isolated")}, "of which '\\\\w' is not translated"),
+        ({"pre_tokenizer": split_by(Regex("^a"), "isolated")}, "of which '^a' is not translated"),
+        ({"pre_tokenizer": split_by(Regex("[a-z&&[b]]"), "isolated")}, "is not translated"),
         ({"pre_tokenizer": split_by(" ", "merged_with_next")}, "a split of behavior MergedWithNext"),
         ({}, "the added token 'x'"),
     ],
-    ids=["normalizer", "pre-tokenizer", "no bytes", "unigram", "possessive", "merged", "single word"],
+    ids=lambda value: None if isinstance(value, dict) else value,
 )
 def test_what_the_page_cannot_compute_is_named(change: dict[str, Any], named: str):
     tokenizer = byte_level()
@@ -135,6 +148,30 @@ def test_what_the_page_cannot_compute_is_named(change: dict[str, Any], named: st
     with pytest.raises(LabError, match="tokenizer: the one of runs/mine has ") as raised:
         tokenizer_json(tokenizer, "runs/mine")
     assert named in str(raised.value)
+
+
+def test_overlapping_added_tokens_of_two_passes_are_refused():
+    """Those that match before normalization win over others that begin earlier."""
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.add_tokens([AddedToken("ab", normalized=True), AddedToken("bc", normalized=False)])
+    with pytest.raises(LabError, match="the added tokens 'bc' and 'ab', which overlap and are matched in two passes"):
+        tokenizer_json(tokenizer, "runs/mine")
+
+
+def test_the_page_is_compared_with_the_library_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copy(PAGE / "tokenizer.js", tmp_path)
+    text = tokenizer_json(byte_level(split=LLAMA3), "any")
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+    node = node_program()
+    monkeypatch.setattr(shutil, "which", lambda name: node)
+    check_in_node(tmp_path)
+    other = json.loads(text)
+    other["sample"][1]["ids"][0] += 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other), encoding="utf-8")
+    with pytest.raises(RunFailedError, match=r'other tokens than the library for the text "To be, or not to be'):
+        check_in_node(tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    check_in_node(tmp_path)  # the browser compares
 
 
 def test_decoders_do_not_matter():

@@ -28,7 +28,6 @@ from kvshift.models.baichuan_m1.layout import load_released_names, released_name
 from kvshift.models.decoder import ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
 from kvshift.models.llama.modeling import KVShiftLlamaDecoderLayer, KVShiftLlamaModel
-from kvshift.ops.rope import half_tables
 
 
 class BaichuanM1Attention(ShiftedAttention, nn.Module):
@@ -152,9 +151,7 @@ class BaichuanM1Model(BaichuanM1PreTrainedModel, KVShiftLlamaModel):
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         embeddings: Any = self.rotary_emb
-        return {
-            kind: half_tables(*rotary(hidden_states, position_ids=position_ids)) for kind, rotary in embeddings.items()
-        }
+        return {kind: rotary(hidden_states, position_ids=position_ids) for kind, rotary in embeddings.items()}
 
 
 class BaichuanM1ForCausalLM(ShiftedGeneration, BaichuanM1PreTrainedModel, LlamaForCausalLM):

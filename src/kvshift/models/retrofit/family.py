@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -72,8 +72,7 @@ class Retrofitted(ShiftedPreTrainedModel):
 class RetrofittedDecoder(RotaryDecoder, Retrofitted):
     """A mixin for the decoder of a rotary family, whose layers get the family's own rotary tables."""
 
-    def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary_emb(hidden_states, position_ids=position_ids)
+    rotates_halves = False
 
 
 def rotary_family(

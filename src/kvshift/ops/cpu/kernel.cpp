@@ -354,10 +354,9 @@ KVSHIFT_KERNELS(float16, _Float16, float)
 
 #define KVSHIFT_NEXT_TOKEN(NAME, T)                                                                                  \
     extern "C" int64_t kvshift_next_token_##NAME(                                                                    \
-        const NextToken<T>& layer, const T* q, const T* k, const T* v, const T* cos, const T* sin, int64_t table,    \
-        T* q_out, int64_t at                                                                                         \
+        const NextToken<T>& layer, const Tables<T>& tables, const T* q, const T* k, const T* v, T* q_out, int64_t at \
     ) {                                                                                                              \
-        return next_token(layer, q, k, v, cos, sin, table, q_out, at);                                               \
+        return next_token(layer, tables, q, k, v, q_out, at);                                                        \
     }
 
 KVSHIFT_NEXT_TOKEN(float32, float)

@@ -227,7 +227,7 @@ class _Kernels:
             name = f"kvshift_next_token_{_DTYPES[dtype]}"
             if hasattr(holding_the_lock, name):  # a binary from before an update of an editable installation has none
                 function = self.next_token[dtype] = holding_the_lock[name]
-                function.argtypes = (_POINTER, *[_POINTER] * 5, _INT, _POINTER, _INT)
+                function.argtypes = (*[_POINTER] * 6, _INT)
                 function.restype = _INT
 
 

@@ -42,6 +42,13 @@ struct NextToken {
     float eps;
 };
 
+// The rotary tables of a token: (1, D), or (B, D) with a stride between sequences.
+template <class T>
+struct Tables {
+    const T *cos, *sin;
+    int64_t stride;
+};
+
 // y = weights[0] x + weights[1] state. Where a coefficient is zero, nothing is read.
 template <class T>
 inline void shift_head(const T* x, const T* state, const float* weights, float* y, int64_t D) {
@@ -71,23 +78,22 @@ inline void norm_head(float* y, const T* scale, float eps, int64_t D) {
     for (int64_t d = 0; d < D; ++d) y[d] = rounded<T>(widen(scale[d]) * rounded<T>(y[d] * inverse));
 }
 
-// out = y cos + (y[D/2:], y[:D/2]) sin, where the first half of sin is negated.
+// out = y cos + (-y[D/2:], y[:D/2]) sin.
 template <class T>
 inline void rotate_head(const float* y, const T* cos, const T* sin, T* out, int64_t D) {
     const int64_t half = D / 2;
-    const auto one = [&](int64_t d, int64_t other) {
-        out[d] = narrow<T>(rounded<T>(y[d] * widen(cos[d])) + rounded<T>(y[other] * widen(sin[d])));
+    const auto one = [&](int64_t d, float other) {
+        out[d] = narrow<T>(rounded<T>(y[d] * widen(cos[d])) + rounded<T>(other * widen(sin[d])));
     };
-    for (int64_t d = 0; d < half; ++d) one(d, d + half);
-    for (int64_t d = half; d < D; ++d) one(d, d - half);
+    for (int64_t d = 0; d < half; ++d) one(d, -y[d + half]);
+    for (int64_t d = half; d < D; ++d) one(d, y[d - half]);
 }
 
 // Writes q_out (B, H, 1, D), the state and row `at` of the cache. Returns `at`, or -1, having written nothing, if the
-// cache has no such row. The tables are (1, D), or (B, D) with a stride of `table` between sequences.
+// cache has no such row.
 template <class T>
 int64_t next_token(
-    const NextToken<T>& n, const T* q, const T* k, const T* v, const T* cos, const T* sin, int64_t table, T* q_out,
-    int64_t at
+    const NextToken<T>& n, const Tables<T>& tables, const T* q, const T* k, const T* v, T* q_out, int64_t at
 ) {
     if (n.length) at = *n.length;
     if (at < 0 || at >= n.room) return -1;
@@ -95,11 +101,11 @@ int64_t next_token(
     for (int64_t i = 0; i < n.B * (n.H + n.G); ++i) {
         float y[max_size];
         const int64_t b = i / (n.H + n.G), head = i % (n.H + n.G), g = head - n.H;
-        const T *cos_b = cos + b * table, *sin_b = sin + b * table;
+        const T *cos = tables.cos + b * tables.stride, *sin = tables.sin + b * tables.stride;
         if (g < 0) {
             shift_head<T>(q + b * n.q_batch + head * n.q_head, nullptr, nullptr, y, n.D);
             if (n.q_scale) norm_head(y, n.q_scale, n.eps, n.D);
-            rotate_head(y, cos_b, sin_b, q_out + (b * n.H + head) * n.D, n.D);
+            rotate_head(y, cos, sin, q_out + (b * n.H + head) * n.D, n.D);
             continue;
         }
         const T *k_head = k + b * n.k_batch + g * n.k_head, *v_head = v + b * n.v_batch + g * n.v_head;
@@ -107,7 +113,7 @@ int64_t next_token(
         T* v_state = n.v_state.at(b, 0) + g * n.v_state.head;
         shift_head(k_head, k_state, n.alpha ? n.alpha + 2 * g : nullptr, y, n.D);
         if (n.k_scale) norm_head(y, n.k_scale, n.eps, n.D);
-        rotate_head(y, cos_b, sin_b, n.keys.at(b, at) + g * n.keys.head, n.D);
+        rotate_head(y, cos, sin, n.keys.at(b, at) + g * n.keys.head, n.D);
         shift_head(v_head, v_state, n.beta ? n.beta + 2 * g : nullptr, y, n.Dv);
         T* value = n.values.at(b, at) + g * n.values.head;
         for (int64_t d = 0; d < n.Dv; ++d) value[d] = narrow<T>(y[d]);

@@ -38,43 +38,52 @@ class _Record(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Tables(ctypes.Structure):
+    """The struct `Tables` of next_token.h."""
+
+    _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("stride", _INT))
+
+
 class TokenTables:
     """The rotary tables of one token, for all layers.
 
     Args:
-        rotary: cosine and sine, (L, 1, 1, D), as in `kvshift.ops.rope.rotate_half`.
+        rotary: cosine and sine of transformers, (L, 1, D).
 
     Raises:
         ValueError: the kernel cannot read them.
     """
 
-    __slots__ = ("addresses", "dtype", "rotary", "sequences", "size")
+    __slots__ = ("_tables", "dtype", "reference", "rotary", "sequences", "size")
 
     def __init__(self, rotary: Rotary) -> None:
         cos, sin = rotary
         for table in rotary:
             reason = unreadable_reason(table, _CPU, cos.dtype)
-            if reason is None and (table.shape != cos.shape or table.ndim != 4 or not table.is_contiguous()):
-                reason = f"it takes contiguous tables (sequences, 1, 1, size), got {tuple(table.shape)}"
+            if reason is None and (table.shape != cos.shape or table.ndim != 3 or not table.is_contiguous()):
+                reason = f"it takes contiguous tables (sequences, 1, size), got {tuple(table.shape)}"
             if reason is not None or is_lazy(table):
                 raise ValueError(f"rotary tables cannot be read by the CPU kernel: {reason}")
         self.rotary, self.dtype = rotary, cos.dtype  # the tensors must live as long as the addresses
-        self.sequences, self.size = cos.shape[0], cos.shape[3]
-        self.addresses = cos.data_ptr(), sin.data_ptr(), 0 if self.sequences == 1 else self.size
+        self.sequences, self.size = cos.shape[0], cos.shape[2]
+        self._tables = _Tables(cos.data_ptr(), sin.data_ptr(), 0 if self.sequences == 1 else self.size)
+        self.reference = ctypes.byref(self._tables)
 
 
 class NextToken:
     """The prepared calls for one layer of a cache.
 
     Args:
-        q, k, v: projections of a token, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv); later ones must be alike.
+        q, k, v: projections of a token, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv), or their heads side by side, as
+            (B, 1, H D). Later ones must be alike.
         state: the state before the token, with one row, which every call overwrites; None if nothing is shifted.
         alpha, beta: coefficients, (G, 2) in float32. If None, k or v is not shifted.
         gains: of the norms between shift and rotation, which compute Llama's formula.
+        size: D; required only for heads side by side, whose values are of this size too.
 
     Attributes:
         buffers: the cache that calls write to, (B, G, N, D) and (B, G, N, Dv); None at first.
-        length: the number of its rows in use, if calls count them.
+        length: the number of their rows in use, if calls count them.
         cached: for the caller: the part of the buffers in use.
 
     Raises:
@@ -90,19 +99,22 @@ class NextToken:
         alpha: Tensor | None,
         beta: Tensor | None,
         gains: Gains = (None, None, 0.0),
+        size: int = 0,
     ) -> None:
+        self._inputs = [(x.shape, x.stride()) for x in (q, k, v)]
+        q, k, v = (x.unflatten(2, (-1, size)) if x.ndim == 3 else x for x in (q, k, v))
         batch, _, heads, size = q.shape
         kv_heads, v_size = v.shape[2:]
         q_gain, k_gain, self.eps = gains
-        self.state, self.tensors, self.dtype = state, (alpha, beta, q_gain, k_gain), q.dtype
-        self._inputs = [(x.shape, x.stride()) for x in (q, k, v)]
+        self.state, self.dtype = state, q.dtype
         self._refuse(q, k, v)
         rows = (None, None) if state is None else (state.k, state.v)
-        self._addresses = [
+        addresses = [
             *(_address(name, x, (kv_heads, 2), torch.float32) for name, x in (("alpha", alpha), ("beta", beta))),
             *(_address("a gain", x, (size,), self.dtype) for x in (q_gain, k_gain)),
         ]
-        self._dtypes = [None if x is None else x.dtype for x in self.tensors]
+        self._coefficients: tuple[Any, ...] = (alpha, beta, torch.float32, *addresses[:2])
+        self._gains: tuple[Any, ...] | None = None if q_gain is None else (q_gain, k_gain, self.dtype, *addresses[2:])
         if q_gain is not None and not sums_like_torch(size):
             raise ValueError(f"PyTorch sums {size} numbers in another order on this machine")
         k_rows, v_rows = (
@@ -112,11 +124,12 @@ class NextToken:
         strides = [stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))]
         self._record = _Record(
             batch, heads, kv_heads, size, v_size, 1, *strides, k_rows, v_rows, _Rows(), _Rows(), 0, None,
-            *self._addresses, self.eps,
+            *addresses, self.eps,
         )  # fmt: skip
         self._is_large = q.numel() + k.numel() + v.numel() >= _PARALLEL
         self._function, self._reference = _kernels().next_token[self.dtype], ctypes.byref(self._record)
-        self._q_shape = (batch, heads, 1, size)
+        self._q_strides = (heads * size, size, size, 1)
+        self._q_shape, self._kv_shape = (batch, heads, 1, size), (batch, kv_heads, size, v_size)
         self.buffers: Any = None
         self.cached: Any = None
         self.length: Tensor | None = None
@@ -125,26 +138,24 @@ class NextToken:
         self, state: ShiftState | None, coefficients: tuple[Tensor | None, Tensor | None], gains: Gains
     ) -> bool:
         """Return True if these are still the state, the coefficients and the gains, in the same memory."""
-        if state is not self.state or gains[2] != self.eps:
+        if state is not self.state or not _are_same(coefficients[0], coefficients[1], *self._coefficients):
             return False
-        tensors = coefficients if gains[0] is None else (*coefficients, *gains[:2])
-        if len(tensors) < 4 and self.tensors[2] is not None:
-            return False
-        for x, known, address, dtype in zip(tensors, self.tensors, self._addresses, self._dtypes, strict=False):
-            if x is not known or (x is not None and (x.data_ptr() != address or x.dtype is not dtype)):
-                return False
-        return True
+        if self._gains is None:
+            return gains[0] is gains[1] is None
+        return gains[2] == self.eps and _are_same(gains[0], gains[1], *self._gains)
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables) -> bool:
         """Return True if the projections are like those that the call was prepared for, and the tables fit."""
+        dtype = self.dtype
         for x, (shape, stride) in zip((q, k, v), self._inputs, strict=True):
             if (
-                type(x) is not Tensor
-                or x.dtype is not self.dtype
-                or x.shape != shape
+                x.shape != shape
                 or x.stride() != stride
+                or x.dtype is not dtype
+                or type(x) is not Tensor
                 or not x.is_cpu
-                or is_lazy(x)
+                or x.is_neg()  # `is_lazy`, without the time for its call
+                or x._is_zerotensor()
             ):
                 return False
         batch, _, _, size = self._q_shape
@@ -157,8 +168,11 @@ class NextToken:
             keys: (B, G, N, D). values: (B, G, N, Dv).
             length: number of rows in use, one int64, which every call increments; None if the caller counts.
         """
-        for x, like in ((keys, self._inputs[1][0]), (values, self._inputs[2][0])):
-            expected = (like[0], like[2], keys.shape[2], like[3])
+        batch, kv_heads, *sizes = self._kv_shape
+        if keys.ndim != 4:
+            return False
+        for x, size in zip((keys, values), sizes, strict=True):
+            expected = (batch, kv_heads, keys.shape[2], size)
             if (
                 unreadable_reason(x, _CPU, self.dtype) is not None
                 or x.shape != expected
@@ -171,13 +185,14 @@ class NextToken:
         record = self._record
         for rows, x in ((record.keys, keys), (record.values, values)):
             rows.data, rows.batch, rows.row, rows.head = x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)
-        record.room, record.length = keys.shape[2], None if length is None else length.data_ptr()
+        self._room = record.room = keys.shape[2]
+        record.length = None if length is None else length.data_ptr()
         self.buffers, self.length = (keys, values), length
         return True
 
     def is_full(self, tokens: int) -> bool:
         """Return True if the cache has no room for more than this many tokens."""
-        return tokens >= self._record.room
+        return tokens >= self._room
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
         """Shift, normalise and rotate a token that the call `takes`; write the cache and overwrite the state.
@@ -193,9 +208,9 @@ class NextToken:
         """
         if self._is_large:
             self._record.threads = torch.get_num_threads()
-        out = torch.empty(self._q_shape, dtype=self.dtype, device="cpu")
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if self._function(self._reference, *addresses, *tables.addresses, out.data_ptr(), at) < 0:
+        out = q.new_empty_strided(self._q_shape, self._q_strides)  # (faster than `new_empty`)
+        heads = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if self._function(self._reference, tables.reference, *heads, out.data_ptr(), at) < 0:
             raise IndexError(f"the cache is full: it has room for {self._record.room} tokens")
         return out
 
@@ -211,6 +226,17 @@ class NextToken:
             reason = unreadable_reason(x, _CPU, self.dtype)
             if reason is not None or x.shape != shape or x.stride(3) != 1:
                 raise ValueError(f"{name}: {reason or f'it takes dense heads {shape}, got {tuple(x.shape)}'}")
+
+
+def _are_same(
+    x: Any, y: Any, known_x: Any, known_y: Any, dtype: torch.dtype, x_address: int | None, y_address: int | None
+) -> bool:
+    """Return True if x and y are the known tensors (or None), still at these addresses and of this dtype."""
+    if x is not known_x or y is not known_y:
+        return False
+    if x is not None and (x.data_ptr() != x_address or x.dtype is not dtype):
+        return False
+    return y is None or (y.data_ptr() == y_address and y.dtype is dtype)
 
 
 def _address(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
@@ -231,8 +257,9 @@ def sums_like_torch(size: int) -> bool:
     x = torch.randn(1, 1, heads, size, generator=generator) * torch.logspace(-3, 3, heads)[:, None]
     out, gain, cos, sin = torch.empty_like(x), torch.ones(size), torch.ones(size), torch.zeros(size)
     record = _Record(B=1, H=heads, D=size, threads=1, q_head=size, q_scale=gain.data_ptr(), room=1, eps=eps)
-    addresses = (x.data_ptr(), None, None, cos.data_ptr(), sin.data_ptr(), 0, out.data_ptr())
-    _kernels().next_token[torch.float32](ctypes.byref(record), *addresses, 0)
+    tables = _Tables(cos.data_ptr(), sin.data_ptr(), 0)
+    references = ctypes.byref(record), ctypes.byref(tables)
+    _kernels().next_token[torch.float32](*references, x.data_ptr(), None, None, out.data_ptr(), 0)
     return torch.equal(out, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 

@@ -116,7 +116,7 @@ class NextToken:
             if reason is not None or (x is not None and not x.is_contiguous()):
                 raise ValueError(f"{name}: {reason or 'it takes a contiguous tensor'}")
         self._rows = rows
-        self._inputs = [geometry(x) for x in (q, k, v)]
+        self._inputs = _geometries(q, k, v)
         self._strides = q.stride(0), k.stride(0), v.stride(0)
         self._shapes = (batch, heads, 1, size), (batch, kv_heads, v_size)
         self._device = q.get_device()
@@ -133,18 +133,24 @@ class NextToken:
         self, state: ShiftState | None, coefficients: tuple[Tensor | None, Tensor | None], gains: Gains
     ) -> bool:
         """Return True if these are still the state, the coefficients and the gains. Their addresses may change."""
-        if state is not self.state or gains[2] != self.eps:
-            return False
-        for x, known, dtype in zip((*coefficients, *gains[:2]), self.tensors, self._dtypes, strict=True):
-            if x is not known or (x is not None and x.dtype is not dtype):
-                return False
-        return True
+        (alpha, beta), (q_gain, k_gain, eps) = coefficients, gains
+        known = self.tensors
+        return (
+            state is self.state
+            and alpha is known[0]
+            and beta is known[1]
+            and q_gain is known[2]
+            and k_gain is known[3]
+            and eps == self.eps
+            and self._dtypes == [None if x is None else x.dtype for x in known]
+        )
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables) -> bool:
         """Return True if the projections are like those that this was prepared for, and the tables fit."""
-        for x, known in zip((q, k, v), self._inputs, strict=True):
-            if type(x) is not Tensor or geometry(x) != known or is_lazy(x):
-                return False
+        if not type(q) is type(k) is type(v) is Tensor or is_lazy(q) or is_lazy(k) or is_lazy(v):
+            return False
+        if _geometries(q, k, v) != self._inputs:
+            return False
         batch, _, _, size = self._shapes[0]
         return tables.sequences in (1, batch) and tables.size in (size, size // 2)
 
@@ -226,6 +232,14 @@ class NextToken:
 def next_token_dtypes() -> tuple[torch.dtype, ...]:
     """Return the dtypes of tokens that the kernel takes; none without Triton."""
     return _DTYPES if has_triton() else ()
+
+
+def _geometries(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Return the `geometry` of all three, in one flat tuple."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(),
+    )  # fmt: skip
 
 
 def _problem(x: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None, device: torch.device) -> str | None:

@@ -26,6 +26,7 @@ from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import to_json
 from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.inputs import identify_inputs
 from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import TrainConfig, differences
 from kvshift_lab.study.arm import Arm
@@ -77,6 +78,9 @@ class CompareJob(RunJob):
     def run(self, out: Path) -> None:
         log(f"\n{self.arm}, seed {self.seed}, in {out}")
         train(dataclasses.replace(self.config, out=out))
+
+    def _identify_inputs(self) -> dict[str, str]:
+        return identify_inputs(self.config.data, self.config.init_from)
 
 
 def compare_jobs(config: CompareConfig) -> list[CompareJob]:

@@ -83,9 +83,11 @@ def _summarize_seed(seed: int, runs: Mapping[str, Record]) -> dict[str, Any]:
 
 def _require_same_options(baseline: Record, other: Record) -> None:
     """Raise a LabError unless both runs recorded the same options and data, except for options of the variant."""
-    of_variants = {f"model.{name}" for name in option_names(ModelConfig, OptionTrait.VARIES_BY_VARIANT)}
+    ignored = {f"model.{name}" for name in option_names(ModelConfig, OptionTrait.VARIES_BY_VARIANT)}
+    facts = [record.options.get("data_facts") or {} for record in (baseline, other)]
+    ignored |= {f"data_facts.{name}" for name in facts[0].keys() ^ facts[1].keys()}  # older versions recorded less
     found = differences(TrainConfig, baseline.options, other.options)
-    lines = [line for name, line in found.items() if name not in of_variants]
+    lines = [line for name, line in found.items() if name not in ignored]
     if lines:
         raise LabError(
             f"{baseline.arm} and {other.arm}, seed {other.seed}, differ in more than the variant: {'; '.join(lines)}"

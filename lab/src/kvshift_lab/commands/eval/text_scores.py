@@ -124,8 +124,8 @@ def _window(config: EvalConfig, models: list[Model]) -> int:
     return length
 
 
-def pieces(config: EvalConfig) -> Iterator[tuple[str, bool]]:
-    """Iterate over the documents of all texts, in pieces as in `read_pieces`."""
+def documents(config: EvalConfig) -> Iterator[str]:
+    """Iterate over the documents of all texts."""
     shared = {name: getattr(config, name) for name in ("hub_config", "split", "streaming", "text_column")}
     return chain.from_iterable(read_text(DataConfig(corpus=text, **shared), "texts") for text in config.texts)
 
@@ -134,19 +134,19 @@ def _measure(config: EvalConfig) -> dict[str, int | None]:
     """Count the documents and bytes of the text, which also finds unreadable files before hours of work."""
     if config.streaming:  # a second pass would download the text a second time
         return {"documents": None, "bytes": None}
-    documents = size = 0
-    for text, last in pieces(config):
-        documents += last
+    count = size = 0
+    for text in documents(config):
+        count += 1
         size += len(text) if text.isascii() else len(text.encode())
-    if not documents:
+    if not count:
         raise LabError(f"texts: {', '.join(config.texts)} contains no text; documents of only whitespace do not count")
-    return {"documents": documents, "bytes": size}
+    return {"documents": count, "bytes": size}
 
 
 def _score(model: Model, config: EvalConfig, length: int, stride: int, progress: ProgressReporter) -> BlockSums:
     loaded = load_weights(model.folder, dtype=config.dtype, device=config.device)
     check_tokenizer(model.tokenizer, loaded.get_input_embeddings().num_embeddings)
-    parts = sequences(token_stream(pieces(config), model.encode), begin=model.begin, separator=model.separator)
+    parts = sequences(token_stream(documents(config), model.encode), begin=model.begin, separator=model.separator)
     result = BlockSums()
     try:
         for scored in score(loaded, windows(parts, length=length, stride=stride), config.batch_size):

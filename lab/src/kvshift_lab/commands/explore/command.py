@@ -24,7 +24,7 @@ from kvshift.models.retrofit import FAMILIES
 from kvshift_lab.commands.explore.explorer_model import ExplorerModel, check_explorer_program, write_explorer_program
 from kvshift_lab.commands.explore.options import ExploreConfig
 from kvshift_lab.commands.explore.page_server import serve_page
-from kvshift_lab.commands.explore.page_tokenizer import tokenizer_json
+from kvshift_lab.commands.explore.page_tokenizer import check_in_node, tokenizer_json
 from kvshift_lab.commands.explore.web_runtime import copy_runtime, runtime_folder
 from kvshift_lab.commands.export.programs import require_packages
 from kvshift_lab.commands.retrofit.command import encode_prompts
@@ -98,6 +98,7 @@ def _make(config: ExploreConfig) -> None:
         with as_file(files("kvshift_lab.commands.explore") / "page") as page, as_file(look) as style:
             shutil.copytree(page, part, dirs_exist_ok=True)
             shutil.copy(style, part)
+        check_in_node(part)
     size = sum(path.stat().st_size for path in config.out.rglob("*") if path.is_file())
     _log(f"{config.out} holds the page, {size / 1e6:.1f} MB; `kvshift explore --out {config.out} --open` shows it")
 

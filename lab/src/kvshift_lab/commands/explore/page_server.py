@@ -5,9 +5,10 @@ from __future__ import annotations
 import webbrowser
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvshift_lab.core.errors import LabError
 
@@ -20,6 +21,17 @@ class _Handler(SimpleHTTPRequestHandler):
         ".wasm": "application/wasm",
         ".svg": "image/svg+xml",
     }
+
+    def send_head(self) -> Any:
+        """Refuse requests for another host, which a page elsewhere may send here, and files outside of the folder."""
+        port = cast(ThreadingHTTPServer, self.server).server_port
+        if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            self.send_error(HTTPStatus.FORBIDDEN, "this server answers only to 127.0.0.1 and localhost")
+            return None
+        if not Path(self.translate_path(self.path)).resolve().is_relative_to(Path(self.directory).resolve()):
+            self.send_error(HTTPStatus.NOT_FOUND, "the file is outside of the page's folder")
+            return None
+        return super().send_head()
 
     def end_headers(self) -> None:
         self.send_header("Cache-Control", "no-cache")  # the page may be regenerated under the same address

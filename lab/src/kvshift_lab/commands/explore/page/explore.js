@@ -3,7 +3,7 @@
 import { h, roving, visible } from "./elements.js";
 import { headScores } from "./scores.js";
 import { drawStory } from "./story.js";
-import { Tokenizer } from "./tokenizer.js";
+import { Tokenizer, differing } from "./tokenizer.js";
 import { coefficientColors, ModelView } from "./views.js";
 
 const TOP = 8; // number of most likely next tokens that are shown
@@ -70,7 +70,10 @@ async function start() {
   });
   $("amount").addEventListener("input", dial);
   addEventListener("resize", draw);
-  tokenizer = new Tokenizer(await (await fetch("tokenizer.json")).json());
+  const file = await (await fetch("tokenizer.json")).json();
+  tokenizer = new Tokenizer(file);
+  const text = differing(tokenizer, file.sample);
+  if (text !== undefined) throw new Error(`this browser splits ${JSON.stringify(text)} into other tokens than the model's tokenizer`);
   readText();
   const megabytes = facts.models.reduce((sum, { files }) => sum + Object.values(files).reduce((a, b) => a + b, 0), 0) / 1e6;
   say(`Loading the ${models.length > 1 ? "models" : "model"} (${megabytes.toFixed(megabytes < 10 ? 1 : 0)} MB) and the runtime (14 MB) …`);

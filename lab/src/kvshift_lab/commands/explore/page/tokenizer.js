@@ -109,8 +109,6 @@ const CHARACTERS = (() => {
 })();
 const BYTES = new Map(CHARACTERS.map((character, byte) => [character, byte]));
 
-const GPT2 = String.raw`'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`;
-
 function steps(part, name) {
   if (!part) return [];
   return part.type === "Sequence" ? part[name].flatMap((inner) => steps(inner, name)) : [part];
@@ -121,8 +119,8 @@ function splitter(step) {
   switch (step.type) {
     case "ByteLevel": {
       const prefixed = (piece) => (step.add_prefix_space && !piece.startsWith(" ") ? ` ${piece}` : piece);
-      if (step.use_regex === false) return (piece) => [prefixed(piece)];
-      const pattern = javascript(GPT2);
+      if (!step.JavaScript) return (piece) => [prefixed(piece)];
+      const pattern = new RegExp(step.JavaScript, "gu");
       return (piece) => parts(prefixed(piece), pattern, true);
     }
     case "Digits":
@@ -130,9 +128,7 @@ function splitter(step) {
     case "WhitespaceSplit":
       return (piece) => parts(piece, /\p{White_Space}+/gu, false);
     default: {
-      const literal = (text) => text.replace(/[\\^$.*+?()[\]{}|/]/g, String.raw`\$&`);
-      const { Regex, String: text } = step.pattern;
-      const pattern = Regex === undefined ? new RegExp(literal(text), "gu") : javascript(Regex);
+      const pattern = new RegExp(step.JavaScript, "gu");
       return (piece) => parts(piece, pattern, step.behavior === "Isolated");
     }
   }
@@ -152,42 +148,7 @@ function parts(text, pattern, keep) {
   return found;
 }
 
-// Convert an Oniguruma pattern to JavaScript: use Unicode character classes, and expand (?i:...).
-export function javascript(pattern) {
-  const classes = { s: String.raw`\p{White_Space}`, S: String.raw`\P{White_Space}`, d: String.raw`\p{Nd}` };
-  classes.D = String.raw`\P{Nd}`;
-  let [found, depth, insensitive, inClass] = ["", 0, [], false];
-  for (let i = 0; i < pattern.length; i += 1) {
-    const character = pattern[i];
-    const ignoresCase = insensitive.length > 0;
-    if (character === "\\") {
-      const next = pattern[(i += 1)];
-      if (classes[next]) found += classes[next];
-      else if (next === "w") found += inClass ? String.raw`\p{L}\p{M}\p{N}\p{Pc}` : String.raw`[\p{L}\p{M}\p{N}\p{Pc}]`;
-      else if (/[pP]/.test(next)) {
-        const end = pattern.indexOf("}", i);
-        found += `\\${pattern.slice(i, end + 1)}`;
-        i = end;
-      } else if (/[a-zA-Z0-9^$\\.*+?()[\]{}|/]/.test(next) || (inClass && next === "-")) found += `\\${next}`;
-      else found += next;
-    } else if (pattern.startsWith("(?i:", i)) {
-      depth += 1;
-      insensitive.push(depth);
-      found += "(?:";
-      i += 3;
-    } else if (ignoresCase && /[a-zA-Z]/.test(character)) {
-      const both = character.toLowerCase() + character.toUpperCase() + ({ s: "ſ", k: "\u212a" }[character.toLowerCase()] ?? "");
-      found += inClass ? both : `[${both}]`;
-    } else {
-      if (!inClass && character === "(") depth += 1;
-      if (!inClass && character === ")") {
-        if (insensitive.at(-1) === depth) insensitive.pop();
-        depth -= 1;
-      }
-      if (character === "[") inClass = true;
-      if (character === "]") inClass = false;
-      found += character;
-    }
-  }
-  return new RegExp(found, "gum");
+// The first text of a sample [{ text, ids }] that the tokenizer encodes in another way than the library did, if any.
+export function differing(tokenizer, sample) {
+  return sample.find(({ text, ids }) => JSON.stringify(tokenizer.encode(text)) !== JSON.stringify(ids))?.text;
 }
