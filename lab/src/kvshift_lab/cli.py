@@ -72,14 +72,13 @@ _COMMANDS = {
         'kvshift generate runs/mine --prompt "To be, or not to be"',
     ),
     "eval": _Command(
-        "Evaluate a model: loss on a text, benchmarks, repetition",
+        "Evaluate a model: loss on a text, benchmarks",
         "kvshift_lab.commands.eval.options:EvalConfig",
         "kvshift_lab.commands.eval.command:evaluate",
         "kvshift eval runs/mine 'texts/*.txt' --against runs/other",
         first=(
             "against",
             "tasks",
-            "repetition",
             "limit",
             "window",
             "packing",
