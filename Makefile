@@ -168,7 +168,7 @@ define install
 	@touch $@
 endef
 
-KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installation
+KERNEL := hatch_build.py $(wildcard src/kvshift/ops/cpu/*.cpp src/kvshift/ops/cpu/*.h)  # built by the installation
 
 .venv/stamp: pyproject.toml lab/pyproject.toml constraints.txt $(KERNEL)
 	$(call install,constraints.txt,-e '.[dev]' -e './lab[test]')

@@ -123,7 +123,7 @@ def test_a_folder_of_something_else_is_left_as_it_was(corpus, tmp_path, name, co
     assert (tmp_path / name).read_text() == content
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer", "data_facts"])
+@pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_a_config_that_holds_something_else(finished, corpus, tmp_path, part):
     out = copied(finished, tmp_path)
     values = json.loads((out / "config.json").read_text())

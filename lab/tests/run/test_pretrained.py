@@ -169,7 +169,7 @@ def test_another_model_under_the_same_name_is_refused(finished, corpus, tmp_path
     with torch.no_grad():
         model.lm_head.weight[0] += 1
     model.save_pretrained(source)
-    with pytest.raises(LabError, match="start_weights"):
+    with pytest.raises(LabError, match="init_from: recorded content"):
         train(config)
 
 

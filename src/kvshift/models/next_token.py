@@ -211,17 +211,18 @@ def _append(
     """Write to the room after the tokens of a growing cache, whose keys and values are views of longer tensors."""
     keys: Any = layer.keys
     values: Any = layer.values
-    is_own = call.cached is not None and keys is call.cached[0] and values is call.cached[1]
-    if (not is_own or call.is_full(keys.shape[2])) and not _make_room(call, keys, values):
-        return None
+    cached: Any = call.cached
+    if cached is None or keys is not cached[0] or values is not cached[1] or keys.shape[2] == cached[2]:
+        if not _make_room(call, keys, values):
+            return None
+        cached = call.cached
     at = keys.shape[2]
     q = call(q, k, v, tables, at)
-    layout: Any = call.cached
-    (k_room, v_room), (heads, size, strides, v_size, v_strides) = call.buffers, layout[2:]
-    keys = k_room.as_strided((*heads, at + 1, size), strides)  # `narrow` takes twice as long, at every token
+    (k_room, v_room), (heads, size, strides, v_size, v_strides) = call.buffers, cached[3:]
+    keys = k_room.as_strided((*heads, at + 1, size), strides)  # less work than `narrow`, at every token
     values = v_room.as_strided((*heads, at + 1, v_size), v_strides)
     layer.keys, layer.values = keys, values
-    call.cached = keys, values, *layout[2:]
+    call.cached = keys, values, *cached[2:]
     return q, keys, values
 
 
@@ -236,7 +237,8 @@ def _make_room(call: NextToken, keys: Tensor, values: Tensor) -> bool:
     if not call.write_to(k_room, v_room):
         return False
     k_room[:, :, :tokens], v_room[:, :, :tokens] = keys, values
-    call.cached = keys, values, keys.shape[:2], keys.shape[3], k_room.stride(), values.shape[3], v_room.stride()
+    sizes = keys.shape[:2], keys.shape[3], k_room.stride(), values.shape[3], v_room.stride()
+    call.cached = keys, values, room, *sizes
     return True
 
 

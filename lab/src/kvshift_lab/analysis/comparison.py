@@ -75,9 +75,11 @@ def summarize(paired_runs: Sequence[PairedRuns], step_time: dict[str, Any] | Non
 def _require_same_options(baseline: Run, other: Run) -> None:
     """Raise a LabError unless both runs recorded the same options and data, except for options of the variant."""
     varying = option_names(ModelConfig, OptionTrait.VARIES_BY_VARIANT)
-    of_variants = {"config_hash", *(f"model.{name}" for name in varying)}
+    ignored = {"config_hash", *(f"model.{name}" for name in varying)}
+    facts = [run.config.get("data_facts") or {} for run in (baseline, other)]
+    ignored |= {f"data_facts.{name}" for name in facts[0].keys() ^ facts[1].keys()}  # older versions recorded less
     found = differences(TrainConfig, baseline.config, other.config)
-    lines = [line for name, line in found.items() if name not in of_variants]
+    lines = [line for name, line in found.items() if name not in ignored]
     if lines:
         raise LabError(f"{baseline.folder} and {other.folder} differ in more than the variant: {'; '.join(lines)}")
 

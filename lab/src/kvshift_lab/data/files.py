@@ -11,12 +11,14 @@ import codecs
 import difflib
 import glob
 import gzip
+import hashlib
 import io
 import json
 import lzma
 import os
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ _COMPRESSIONS = (".gz", ".xz", ".zst")
 # Metadata files in a folder of data, which Hugging Face datasets skips, too.
 _ABOUT_THE_DATA = ("README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
-# Path, size in bytes and modification time in ns, which show whether a file has changed since it was last read.
+# Path, size in bytes and modification time in ns, which show whether a file has changed since this process read it.
 FileStamp = tuple[str, int, int]
 
 
@@ -111,9 +113,29 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
             )
         if _format(file) not in _READERS:
             raise LabError(f"{option}: {file} is not in {formats}; see docs/data.md for tables")
-    # Do not resolve links: they may point to a file without a suffix, as in the caches of the hub.
-    stats = [(str(file.absolute()), file.stat()) for file in found]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return tuple(map(file_stamp, found))
+
+
+def file_stamp(file: Path) -> FileStamp:
+    """Return the stamp of a file."""
+    stat = file.stat()  # the path is not resolved: links in the caches of the hub point to names without a suffix
+    return str(file.absolute()), stat.st_size, stat.st_mtime_ns
+
+
+@cache
+def file_digest(stamp: FileStamp) -> str:
+    """Return the SHA-256 of a file's bytes, which are read once per process unless the file's size or time changes."""
+    try:
+        with open(stamp[0], "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise LabError(f"{stamp[0]} cannot be read: {error.strerror}") from error
+
+
+def text_digest(files: tuple[FileStamp, ...]) -> str:
+    """Return a digest (16 hexadecimal digits) of the formats and bytes of files, in order, and not of their names."""
+    parts = [(_format(Path(stamp[0])), file_digest(stamp)) for stamp in files]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _files_in(folder: Path, option: str) -> list[Path]:

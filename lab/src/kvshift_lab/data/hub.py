@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from kvshift_lab.core.errors import LabError
@@ -51,5 +52,20 @@ def require_on_hub(name: str, option: str) -> None:
         ) from error
 
 
-def _reason(error: Exception) -> str:
+@cache
+def model_commit(name: str) -> str:
+    """Return the commit of a model or tokenizer on the hub that is loaded now; without a network, that in the cache."""
+    problem: Exception | None = None
+    for file in _FILES:
+        try:
+            return Path(hf_hub_download(name, file)).parent.name  # .../snapshots/COMMIT/config.json
+        except EntryNotFoundError as error:  # also if it is not in the cache and there is no network
+            problem = error
+        except Exception as error:  # HTTP, access
+            problem = error
+            break
+    raise LabError(f"the commit of {name} on the hub cannot be found: {_reason(problem)}") from problem
+
+
+def _reason(error: Exception | None) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__

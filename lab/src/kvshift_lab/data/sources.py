@@ -14,7 +14,7 @@ import datasets
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.dataset_cache import cached_dataset, fingerprint
-from kvshift_lab.data.files import FileStamp, check_text_column, find_corpus, find_texts, read_files
+from kvshift_lab.data.files import FileStamp, check_text_column, find_corpus, find_texts, read_files, text_digest
 
 Documents = datasets.Dataset | datasets.IterableDataset
 
@@ -83,7 +83,9 @@ def _local(
 
 
 def _read(files: tuple[FileStamp, ...], column: str) -> datasets.Dataset:
-    return cached_dataset(read_files, _FEATURES, fingerprint("files", files, column), files=files, column=column)
+    return cached_dataset(
+        read_files, _FEATURES, fingerprint("files", text_digest(files), column), files=files, column=column
+    )
 
 
 def _stream(files: tuple[FileStamp, ...], column: str) -> datasets.IterableDataset:

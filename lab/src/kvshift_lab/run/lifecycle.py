@@ -34,14 +34,24 @@ from kvshift_lab.variants.building import rewrite_config_as_llama
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
-def prepare_run_folder(stack: ExitStack, folder: RunFolder, config: RunConfig, options: dict[str, Any]) -> bool:
-    """Check the options, lock the folder until `stack` is closed, and return True if it holds this run, finished.
+def prepare_run_folder(
+    stack: ExitStack,
+    folder: RunFolder,
+    config: RunConfig,
+    options: dict[str, Any],
+    identify: Callable[[], dict[str, str]],
+) -> dict[str, str] | None:
+    """Check the options, lock the folder until `stack` is closed, and return what identifies the inputs of the run.
 
     Args:
         stack: exit stack of the run.
         folder: folder of the run.
         config: options of the run.
         options: `config` as JSON, to compare with the folder's config.json.
+        identify: returns what identifies the inputs; see `inputs`.
+
+    Returns:
+        None if the folder holds this run, finished.
     """
     config.check()
     refuse_parallelism()
@@ -51,8 +61,9 @@ def prepare_run_folder(stack: ExitStack, folder: RunFolder, config: RunConfig, o
         if name not in (known := get_available_reporting_integrations()):
             raise LabError(f"report_to must name installed trackers ({', '.join(known) or 'none'}), got {name!r}")
     require_run_folder(folder)  # before the lock file is created in it
+    inputs = identify()
     stack.enter_context(folder.locked())
-    return check_folder(folder, options)
+    return None if check_folder(folder, options, inputs) else inputs
 
 
 def refuse_parallelism() -> None:
@@ -76,22 +87,6 @@ def refuse_parallelism() -> None:
 def fsdp_is_ignored(trainer: RunTrainer) -> bool:
     """Return True if accelerate is configured to use FSDP but does not, for example on a CPU."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not trainer.is_fsdp_enabled
-
-
-def resolve_defaults(config: RunConfig) -> dict[str, Any]:
-    """Return the values of the fields whose defaults depend on the machine or on other fields."""
-    cpu = uses_cpu(config)
-    bf16 = (not cpu and torch.cuda.is_bf16_supported()) if config.bf16 == "auto" else config.bf16 == "yes"
-    return {
-        "bf16": "yes" if bf16 else "no",
-        "device": "cpu" if cpu else "cuda",
-        "optimizer": dataclasses.replace(config.optimizer, warmup_steps=config.warmup_steps),
-    }
-
-
-def uses_cpu(config: RunConfig) -> bool:
-    """Return True if the run uses the CPU."""
-    return config.device == "cpu" or not torch.cuda.is_available()
 
 
 @contextmanager

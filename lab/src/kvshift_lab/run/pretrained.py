@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
@@ -22,7 +21,6 @@ from kvshift_lab.variants.model_config import ModelConfig
 from kvshift_lab.variants.variant import shift_layers
 
 _RETROFITTED = tuple(family.config for family in FAMILIES)
-_SAMPLED = 256  # minimum count of numbers that enter the digest, for each tensor that has as many
 
 
 @dataclass(frozen=True)
@@ -182,16 +180,6 @@ def with_tokenizer(source: Pretrained, data: DataConfig) -> DataConfig:
             f"{source.tokenizer!r}: leave the option out, or train without init_from"
         )
     return replace(data, tokenizer=source.tokenizer)
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """Return a digest (16 hexadecimal digits) of equally spaced numbers of each tensor, which is fast to compute."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        flat = tensor.detach().flatten()
-        chosen = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu()
-        digest.update(name.encode() + chosen.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _added_shift(source: Pretrained, options: ModelConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kvshift_lab.data.text import TextData
 from kvshift_lab.data.tokenizers import ORIGIN
 from kvshift_lab.run.checkpoints import find_checkpoint
 from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.inputs import require_same_inputs
 from kvshift_lab.run.processes import Processes
 from kvshift_lab.run.train_config import config_hash, differences
 from kvshift_lab.variants.model_config import ModelConfig, model_fields
@@ -35,12 +36,13 @@ class ResumePoint:
     checkpoint: str | None
 
 
-def check_folder(folder: RunFolder, options: dict[str, Any]) -> bool:
+def check_folder(folder: RunFolder, options: dict[str, Any], inputs: Mapping[str, str]) -> bool:
     """Check that the folder is new or contains this run, before any data are read, and return True if it is finished.
 
     Args:
         folder: folder of the run.
         options: options as JSON. Unresolved ones (None, "auto") are only compared in `start_or_resume`.
+        inputs: what identifies the run's text and start model; see `inputs`.
     """
     require_run_folder(folder)
     folder.clean()
@@ -52,6 +54,7 @@ def check_folder(folder: RunFolder, options: dict[str, Any]) -> bool:
     for part in _PARTS & options.keys():
         _object(folder, old, part)
     _refuse(folder, other_options(old, options))
+    require_same_inputs(folder, inputs)
     return folder.result.exists()
 
 
@@ -96,7 +99,7 @@ def start_or_resume(
     options: dict[str, Any],
     processes: Processes,
     log: Callable[[str], Any],
-    facts: dict[str, Any] | None = None,
+    facts: dict[str, Any],
 ) -> ResumePoint:
     """Record the options and the environment of a new run, or check those of a run to resume and find its checkpoint.
 
@@ -105,19 +108,18 @@ def start_or_resume(
         options: all options as JSON, resolved.
         processes: processes of the run.
         log: reports where the run resumes.
-        facts: facts about the data from `data_fingerprint`, if the options do not determine the data.
+        facts: what identifies the data besides the options: inputs, and `data_fingerprint`.
     """
     here = environment(processes.device, processes.count)
     old = folder.read(folder.config)
     if old is None:
         write_json(folder.environment, here)
-        known = {} if facts is None else {"data_facts": facts}
+        known = {"data_facts": facts} if facts else {}  # the options of most tasks determine their data
         write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
         return ResumePoint(0, None)
 
     refuse_other_options(folder, old, options)
-    if facts is not None:
-        _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
+    _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
     checkpoint = find_checkpoint(folder.path)
     step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     log(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
@@ -178,12 +180,13 @@ def _refuse(folder: RunFolder, lines: list[str]) -> None:
 
 
 def _refuse_other_data(folder: RunFolder, old: dict[str, Any], new: dict[str, Any]) -> None:
-    if old.get("tokenizer") != new["tokenizer"]:
+    known = {name: value for name, value in new.items() if name in old}  # older versions recorded less
+    if old.get("tokenizer") != known.get("tokenizer"):
         raise LabError(
             f"the tokenizer, of {new['tokens']} tokens, is not the one that the run in {folder.path} was started with, "
             f"of {old.get('tokens')} tokens. Restore that one ({folder.tokenizer}), or choose another folder for out"
         )
-    lines = differences(old, new)
+    lines = differences({name: old[name] for name in known}, known)
     if lines:
         raise LabError(
             f"the data are not those that the run in {folder.path} was started with ({'; '.join(lines)}); restore "

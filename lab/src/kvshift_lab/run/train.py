@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from datasets import disable_progress_bars
 from transformers import TrainerCallback
@@ -16,11 +14,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.messages import log, quiet
-from kvshift_lab.core.options import to_json
 from kvshift_lab.data.packing import collate
-from kvshift_lab.data.text import TextData, load_text_data
 from kvshift_lab.data.tokenizers import save_tokenizer
 from kvshift_lab.run.folder import RunFolder, read_metrics
+from kvshift_lab.run.inputs import identify_inputs
 from kvshift_lab.run.lifecycle import (
     add_callbacks,
     explain_training_errors,
@@ -28,25 +25,18 @@ from kvshift_lab.run.lifecycle import (
     fsdp_is_ignored,
     peak_memory,
     prepare_run_folder,
-    resolve_defaults,
     save_model,
     training_arguments,
-    uses_cpu,
 )
-from kvshift_lab.run.pretrained import (
-    find_pretrained,
-    fitting_config,
-    load_pretrained,
-    weights_digest,
-    with_tokenizer,
-)
+from kvshift_lab.run.pretrained import load_pretrained
 from kvshift_lab.run.probes import check_probes
 from kvshift_lab.run.processes import Processes
-from kvshift_lab.run.resume import data_fingerprint, resolved_model, start_or_resume
+from kvshift_lab.run.resolve import ResolvedRun, given_options, resolve, uses_cpu
+from kvshift_lab.run.resume import data_fingerprint, start_or_resume
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.run.trainer import LanguageModelTrainer
-from kvshift_lab.variants.building import build_model, count_parameters, llama_config
-from kvshift_lab.variants.by_name import find_variant, label_of, resolve_variant, variant_of
+from kvshift_lab.variants.building import build_model, count_parameters
+from kvshift_lab.variants.by_name import find_variant, label_of, variant_of
 from kvshift_lab.variants.uncached import decodes_with_cache
 
 _log = partial(log, command="train")
@@ -66,7 +56,6 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
         RunFailedError: a loss or gradient is not finite, or memory or disk space ran out (3).
         InterruptedRunError: the run was ended by SIGINT or SIGTERM (128 + signal number).
     """
-    config = dataclasses.replace(config, model=resolve_variant(config.model))
     processes = Processes(cpu=uses_cpu(config))
     folder = RunFolder(config.out)
     log = _log if processes.is_main else quiet
@@ -78,66 +67,47 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
     )
     with explain_training_errors(config, smaller), ExitStack() as stack:
         stack.callback(processes.end)  # also after errors: a process that exits without it may be aborted
-        if processes.main_first(lambda: prepare_run_folder(stack, folder, config, to_json(config))):
+        inputs = processes.main_first(
+            lambda: prepare_run_folder(
+                stack, folder, config, given_options(config), lambda: identify_inputs(config.data, config.init_from)
+            )
+        )
+        if inputs is None:
             log(f"{config.out} already contains this run, finished; its results are in {folder.result}")
         else:
-            _run(stack, config, folder, processes, log, callbacks)
+            run = resolve(config, processes, tokenizer=folder.tokenizer, log=log)
+            _run(stack, run, inputs, folder, processes, log, callbacks)
 
 
 def _run(
     stack: ExitStack,
-    config: TrainConfig,
+    run: ResolvedRun,
+    inputs: dict[str, str],
     folder: RunFolder,
     processes: Processes,
     log: Callable[[str], None],
     callbacks: Sequence[TrainerCallback],
 ) -> None:
-    source = None
-    if config.init_from is not None:
-        source = find_pretrained(config.init_from, log)
-        config = dataclasses.replace(config, data=with_tokenizer(source, config.data))
-    data = _load(config, folder.tokenizer, processes)
-    tokens, length = len(data.tokenizer), config.data.sequence_length
-    if source is None:
-        model_config = llama_config(config.model, vocab_size=tokens, sequence_length=length)
-    else:
-        model_config = fitting_config(source, config.model, vocab_size=tokens, sequence_length=length)
-    model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
-    model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
-    accumulation = config.accumulation(processes.count)
-    tokens_per_step = accumulation * config.batch_size * config.data.sequence_length * processes.count
-    config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolve_defaults(config))
-    options = to_json(config)
-    options["model"] |= resolved_model(model_config)
-    facts = data_fingerprint(data)
-    frozen = config.model.freeze_shift
-    if source is None:
-        model = build_model(
-            model_config,
-            seed=config.seed,
-            variant=config.model.variant,
-            freeze_shift=frozen,
-            zero_outputs=bool(config.model.zero_outputs),
-        )
-    else:
-        model = load_pretrained(source, model_config, freeze_shift=frozen)
-        facts["start_weights"] = weights_digest(model)
+    config, data = run.config, run.data
+    model = _initial_model(run)
     sizes = count_parameters(model)
     if config.probes is not None:
         check_probes(model)
+    facts = data_fingerprint(data) | inputs
     processes.any_process(False)  # wait until all processes have read the files that the first one changes next
-    start = processes.main_first(lambda: start_or_resume(folder, options, processes, log, facts))
+    start = processes.main_first(lambda: start_or_resume(folder, run.options, processes, log, facts))
     model.config.use_cache = False  # a KV cache would take memory in every training step
-    variant = find_variant(variant_of(options["model"]))
+    variant = find_variant(variant_of(run.options["model"]))
     # With init_from, the only variants are vanilla and kv-shift.
-    more = variant.added_parameters(model_config) if source is None else sizes["shift_parameters"]
+    more = variant.added_parameters(run.model_config) if run.source is None else sizes["shift_parameters"]
+    tokens_per_step = config.tokens_per_step or 0
     log(
-        f"{label_of(options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; "
+        f"{label_of(run.options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; "
         f"{config.steps} steps of {tokens_per_step:,} tokens"
     )
     trainer = LanguageModelTrainer(
         model,
-        training_arguments(config, accumulation=accumulation, batch_size=config.batch_size),
+        training_arguments(config, accumulation=run.accumulation, batch_size=config.batch_size),
         config,
         processes,
         train=data.train,
@@ -160,17 +130,16 @@ def _run(
         log(f"finished: validation loss {result['eval_loss']:.4f}; model in {folder.model}, results in {folder.result}")
 
 
-def _load(config: TrainConfig, tokenizer: Path, processes: Processes) -> TextData:
-    """Load the data in the first process, which trains the tokenizer and fills the cache, and then in the others."""
-    loaded: list[TextData] = []
-
-    def load() -> None:
-        loaded.append(load_text_data(config.data, seed=config.seed, tokenizer_folder=tokenizer))
-
-    processes.main_first(load)
-    if not processes.is_main:
-        load()
-    return loaded[0]
+def _initial_model(run: ResolvedRun) -> Any:
+    if run.source is not None:
+        return load_pretrained(run.source, run.model_config, freeze_shift=run.config.model.freeze_shift)
+    return build_model(
+        run.model_config,
+        seed=run.config.seed,
+        variant=run.config.model.variant,
+        freeze_shift=run.config.model.freeze_shift,
+        zero_outputs=bool(run.config.model.zero_outputs),
+    )
 
 
 def _result(trainer: LanguageModelTrainer, folder: RunFolder, config: TrainConfig, seconds: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,25 @@ from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import MACHINE_SPECIFIC, from_json, to_json
 from kvshift_lab.run.answers import answer_accuracy
 from kvshift_lab.run.folder import RunFolder, read_metrics
+from kvshift_lab.run.inputs import identify_inputs
 from kvshift_lab.run.lifecycle import (
     add_callbacks,
     explain_training_errors,
     fit,
     peak_memory,
     prepare_run_folder,
-    resolve_defaults,
     save_model,
     training_arguments,
-    uses_cpu,
 )
 from kvshift_lab.run.processes import Processes
 from kvshift_lab.run.progress import with_progress
+from kvshift_lab.run.resolve import resolve_defaults, uses_cpu
 from kvshift_lab.run.resume import start_or_resume
 from kvshift_lab.run.task_trainer import EarlyStopping, TaskTrainer, score
 from kvshift_lab.run.train_config import RunConfig
 from kvshift_lab.tasks import (
     Batch,
+    MaskedTextConfig,
     Task,
     TaskBatches,
     TaskConfig,
@@ -114,11 +116,16 @@ class TaskTrainConfig(RunConfig):
 
 
 def task_options(config: TaskTrainConfig) -> dict[str, Any]:
-    """Return the options as JSON, with the name of the task and the family of the model."""
-    options = to_json(config)
+    """Return the options as JSON, with the name of the task, the family of the model and the values of its variant."""
+    options = to_json(dataclasses.replace(config, model=resolve_variant(config.model)))
     options["task"] = {"name": task_name(config.task), **options["task"]}
     options["model"] = {"family": config.model.family, **options["model"]}
     return options
+
+
+def identify_task_inputs(task: TaskConfig) -> dict[str, str]:
+    """Return what identifies the text of a task that reads one; the options determine all other tasks."""
+    return identify_inputs(task.data_config()) if isinstance(task, MaskedTextConfig) else {}
 
 
 def task_of(options: Mapping[str, Any]) -> Task:
@@ -145,21 +152,22 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
         RunFailedError: a loss, gradient or logit is not finite, or memory or disk space ran out (3).
         InterruptedRunError: the run was ended by SIGINT or SIGTERM (128 + signal number).
     """
-    config = dataclasses.replace(config, model=resolve_variant(config.model))
     folder = RunFolder(config.out)
     disable_progress_bar()  # which transformers shows for every file that it writes
     smaller = (
         f"Give a smaller batch_size (now {config.batch_size}) with a larger accumulation (now {config.accumulation})"
     )
     with explain_training_errors(config, smaller), ExitStack() as stack:
-        if not prepare_run_folder(stack, folder, config, task_options(config)):
-            _run(stack, dataclasses.replace(config, **resolve_defaults(config)), folder)
+        identify = partial(identify_task_inputs, config.task)
+        inputs = prepare_run_folder(stack, folder, config, task_options(config), identify)
+        if inputs is not None:
+            _run(stack, resolve_defaults(config), inputs, folder)
     result = folder.read(folder.result)
     assert result is not None
     return result
 
 
-def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
+def _run(stack: ExitStack, config: TaskTrainConfig, inputs: dict[str, str], folder: RunFolder) -> None:
     cpu_time = time.process_time()
     task = make_task(config.task)
     at_a_time = config.eval_batch_size or config.batch_size
@@ -181,7 +189,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         zero_outputs=isinstance(config.model, ModelConfig) and bool(config.model.zero_outputs),
     )
     processes = Processes(cpu=uses_cpu(config))
-    start = start_or_resume(folder, task_options(config), processes, log)
+    start = start_or_resume(folder, task_options(config), processes, log, inputs)
     batches = TaskBatches(
         task,
         split="training",

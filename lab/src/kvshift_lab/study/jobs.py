@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,15 +16,16 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from kvshift_lab.analysis.maps import coefficient_counts
 from kvshift_lab.core.atomic import read_json, write_json
 from kvshift_lab.core.environment import environment
-from kvshift_lab.core.errors import DivergedError
+from kvshift_lab.core.errors import DivergedError, LabError
 from kvshift_lab.core.options import OptionTrait, option_names, to_json
 from kvshift_lab.data.config import SHARED_DATA_ENV, DataConfig, find_shared
 from kvshift_lab.run.finished import is_finished, read_run
 from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.inputs import identify_inputs, input_differences
 from kvshift_lab.run.resume import check_folder, other_options, refuse_other_options
 from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import RunConfig, TrainConfig, config_hash, differences
-from kvshift_lab.run.train_task import TaskTrainConfig, task_options, train_task
+from kvshift_lab.run.train_task import TaskTrainConfig, identify_task_inputs, task_options, train_task
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.recipe import Job
 from kvshift_lab.study.sweep_progress import last_step
@@ -71,12 +73,19 @@ class RunJob(ABC):
         return replace(job, arm=replace(self.arm, rate=rate), tuning_for=self.arm)
 
     def is_finished(self, out: Path) -> bool:
-        """Return True if the run is finished. Raise a LabError if `out` has other options or the text is missing."""
-        return out.exists() and check_folder(RunFolder(out), self._options(self._with_local_paths()))
+        """Return True if the run is finished. Raise a LabError if `out` has other options, or other or no text."""
+        return out.exists() and check_folder(
+            RunFolder(out), self._options(self._with_local_paths()), self._identify_inputs()
+        )
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
-        """See `Job`; the text need not be on this machine."""
-        return other_options(options, self._options(self.config))
+        """See `Job`; the text need not be on this machine, but if it is, its content is compared, too."""
+        lines = other_options(options, self._options(self.config))
+        recorded = options.get("data_facts") or {}
+        if not lines and "data.corpus" in recorded:
+            with suppress(LabError):
+                lines = input_differences(recorded, self._identify_inputs())
+        return lines
 
     @abstractmethod
     def run(self, out: Path) -> None:
@@ -118,6 +127,10 @@ class RunJob(ABC):
         """Return the options with the paths of the text on this machine."""
         return self.config
 
+    @abstractmethod
+    def _identify_inputs(self) -> dict[str, str]:
+        """Return what identifies the text and the start model of the run; see `kvshift_lab.run.inputs`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(RunJob):
@@ -138,6 +151,9 @@ class TrainingJob(RunJob):
 
     def _options(self, config: Any) -> dict[str, Any]:
         return task_options(config)
+
+    def _identify_inputs(self) -> dict[str, str]:
+        return identify_task_inputs(self.config.task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +230,10 @@ class TextJob(RunJob):
             return self.config
         found = {name: find_shared(value) for name, value in _text_paths(self.config).items()}
         return replace(self.config, data=replace(self.config.data, **found))
+
+    def _identify_inputs(self) -> dict[str, str]:
+        config = self._with_local_paths()
+        return identify_inputs(config.data, config.init_from)
 
 
 def pairs_of_depths(config: TrainConfig, depths: Sequence[int]) -> list[TextJob]:

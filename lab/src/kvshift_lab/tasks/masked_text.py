@@ -53,6 +53,14 @@ class MaskedTextConfig:
         check_at_least("masked_text", self, vocab_size=257, length=2, validation_rows=1)
         require(0 < self.masked < 1, "masked_text.masked", self.masked, "between 0 and 1, both excluded")
 
+    def data_config(self) -> DataConfig:
+        """Return the data options of the text on this machine."""
+        files = {"corpus": self.corpus, "validation": self.validation}
+        if "/" in self.corpus:
+            files = {name: find_shared(file) for name, file in files.items()} if os.environ.get(SHARED_DATA_ENV) else {}
+        given: dict[str, Any] = {name: file for name, file in files.items() if file is not None}
+        return DataConfig(vocab_size=self.vocab_size, sequence_length=self.length, **given)
+
 
 class MaskedTextTask:
     """Predict masked tokens in random sequences of the training text, with a new mask each time.
@@ -71,13 +79,8 @@ class MaskedTextTask:
         from kvshift_lab.data.text import load_text_data
 
         self.config = config
-        files = {"corpus": config.corpus, "validation": config.validation}
-        if "/" in config.corpus:
-            files = {name: find_shared(file) for name, file in files.items()} if os.environ.get(SHARED_DATA_ENV) else {}
-        given: dict[str, Any] = {name: file for name, file in files.items() if file is not None}
-        data_config = DataConfig(vocab_size=config.vocab_size, sequence_length=config.length, **given)
         with tempfile.TemporaryDirectory() as scratch:
-            data = load_text_data(data_config, seed=0, tokenizer_folder=Path(scratch) / "tokenizer")
+            data = load_text_data(config.data_config(), seed=0, tokenizer_folder=Path(scratch) / "tokenizer")
         self._train: Any = data.train.with_format("numpy")  # type: ignore[union-attr]  # it is not streamed
         count = min(config.validation_rows, len(data.validation))
         self._held_out = torch.as_tensor(data.validation.with_format("numpy")[:count]["input_ids"], dtype=torch.long)

@@ -138,12 +138,11 @@ class NextToken:
         self, state: ShiftState | None, coefficients: tuple[Tensor | None, Tensor | None], gains: Gains
     ) -> bool:
         """Return True if these are still the state, the coefficients and the gains, in the same memory."""
-        if state is not self.state or gains[2] != self.eps:
+        if state is not self.state or not _are_same(coefficients[0], coefficients[1], *self._coefficients):
             return False
-        for tensors, known in ((coefficients, self._coefficients), (gains, self._gains)):
-            if known is not None and not _are_same(tensors[0], tensors[1], *known):
-                return False
-        return self._gains is not None or gains[0] is gains[1] is None
+        if self._gains is None:
+            return gains[0] is gains[1] is None
+        return gains[2] == self.eps and _are_same(gains[0], gains[1], *self._gains)
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables) -> bool:
         """Return True if the projections are like those that the call was prepared for, and the tables fit."""

@@ -20,6 +20,7 @@ from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import to_json
 from kvshift_lab.run.finished import is_finished
 from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.inputs import identify_inputs, require_same_inputs
 from kvshift_lab.run.resume import other_options
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study.jobs import RunJob
@@ -49,8 +50,14 @@ class TrainingProcess(RunJob):
     position: str
 
     def is_finished(self, out: Path) -> bool:
-        """Return True if the run is finished; `compare` has already checked its options."""
-        return is_finished(out)
+        """Return True if the run is finished; `compare` has already checked its options. Raise for other inputs."""
+        if not is_finished(out):
+            return False
+        require_same_inputs(RunFolder(out), self._identify_inputs())
+        return True
+
+    def _identify_inputs(self) -> dict[str, str]:
+        return identify_inputs(self.config.data, self.config.init_from)
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
         return other_options(options, to_json(self.config))

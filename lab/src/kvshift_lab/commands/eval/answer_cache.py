@@ -57,12 +57,3 @@ def open_answer_cache(output: Path | None) -> Iterator[AnswerCache]:
 def answer_key(*parts: Any) -> str:
     """Hash everything that an answer depends on, including the model and its version."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def weights_version(source: str, model: Any) -> str:
-    """Identify a model's weights: by sizes and modification times of its files, or by its commit on the hub."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return f"{source} {getattr(model.config, '_commit_hash', None)}"
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return f"{folder.resolve()} {[(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]}"

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from kvshift_lab.analysis.tables import as_text
-from kvshift_lab.commands.eval.answer_cache import AnswerCache, open_answer_cache, weights_version
+from kvshift_lab.commands.eval.answer_cache import AnswerCache, open_answer_cache
 from kvshift_lab.commands.eval.benchmarks import BENCHMARKS, select
 from kvshift_lab.commands.eval.items import HUB, Questions, find_data, read_questions
 from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.commands.eval.task_scores import average, compare, compare_averages, scores
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.messages import log, quiet
+from kvshift_lab.run.inputs import identify_model
 from kvshift_lab.run.loading import load_model
 from kvshift_lab.run.model_files import locate
 
@@ -73,7 +74,7 @@ def _evaluate_model(
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or wrapped.max_length
     if wrapped.max_length > longest:
         raise LabError(f"window must be at most {longest}, the longest context of {name}, got {config.window}")
-    key = f"{weights_version(source, model)} {wrapped.max_length} {model.dtype}"
+    key = f"{identify_model(source, tokenizer.name_or_path)} {wrapped.max_length} {model.dtype}"
     answers = CachedModel(wrapped, cache, source=key, log=_log)
     found: BenchmarkResults = {}
     for task in tasks:

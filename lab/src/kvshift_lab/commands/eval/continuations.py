@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from kvshift_lab.analysis.tables import as_text
-from kvshift_lab.commands.eval.answer_cache import AnswerCache, answer_key, open_answer_cache, weights_version
+from kvshift_lab.commands.eval.answer_cache import AnswerCache, answer_key, open_answer_cache
 from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.commands.eval.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
 from kvshift_lab.commands.eval.text_scores import Model, documents, prepare, with_interval
@@ -22,6 +22,7 @@ from kvshift_lab.core.messages import log
 from kvshift_lab.core.seeds import seed_for
 from kvshift_lab.core.statistics import mean_of
 from kvshift_lab.data.token_stream import token_stream
+from kvshift_lab.run.inputs import identify_model
 from kvshift_lab.run.loading import load_model
 from kvshift_lab.run.progress import with_progress
 from kvshift_lab.variants.continuing import continue_rows
@@ -134,7 +135,7 @@ def _continue(model: Model, prompts: list[list[int]], config: EvalConfig, cache:
     ends = loaded.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
     stop = {} if ends == [None] else {"eos_token_id": ends, "pad_token_id": ends[0]}
-    version = f"{weights_version(source, loaded)} {loaded.dtype}"
+    version = f"{identify_model(source, tokenizer.name_or_path)} {loaded.dtype}"
     decodings = _decodings(config)
     written: dict[str, Texts] = {name: [] for name in decodings}
     starts = [(name, start) for name in decodings for start in range(0, len(prompts), config.batch_size)]
