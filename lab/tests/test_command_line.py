@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import os
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Annotated
-from unittest import mock
 
 import pytest
 import tyro
@@ -108,91 +105,43 @@ def test_what_follows_two_dashes_is_no_question_for_help():
 
 
 @functools.cache
-def help_of(name: str, *args: str) -> list[str]:
-    """Return the lines of `kvshift NAME ARGS` in a terminal of 80 columns."""
-    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # an encoding with box-drawing characters
-    with mock.patch.dict(os.environ, COLUMNS="80"), contextlib.redirect_stdout(printed):
-        try:
-            code = cli.main([*([name] if name else []), *args])
-        except SystemExit as exit_:
-            code = exit_.code
-    assert code == 0
-    printed.seek(0)
-    return printed.read().splitlines()
+def help_of(name: str, asked: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as exit_:
+        cli.main([name, asked])
+    assert exit_.value.code == 0
+    return printed.getvalue()
 
 
-def early_breaks(lines: list[str]) -> list[str]:
-    """Return the lines of help in which the next word would still have fitted."""
-    inside = [line[2:-2] if line.startswith("│") else None for line in lines]
-    early = []
-    for line, below in pairwise(inside):
-        if line is None or below is None or not below.startswith("  "):
-            continue
-        is_option_alone = not line.startswith(" ") and "  " not in line.rstrip()
-        if not is_option_alone and len(line.rstrip()) + 1 + len(below.split()[0]) <= len(line):
-            early.append(line)
-    return early
-
-
-def test_early_breaks_are_seen():
-    broken = [
-        "│ --a INT  one two              │",
-        "│          three                │",
-        "│          four                 │",
-    ]
-    assert len(early_breaks(broken)) == 2
-    assert early_breaks(["│ --a INT  one two three four   │", "│          five                 │"]) == []
-
-
-@pytest.mark.parametrize("asked", ["--help", "--help-all"])
-@pytest.mark.parametrize("name", ["", *cli._COMMANDS])
-def test_no_line_of_any_help_is_longer_than_80_columns_or_breaks_early(name, asked):
-    lines = help_of(name, "--help" if not name else asked)
-    assert max(map(len, lines)) <= 80
-    assert early_breaks(lines) == []
+ARGUMENTS = {
+    "generate": "MODEL",
+    "eval": "MODEL [FILE ...]",
+    "reproduce": "[RECIPE]",
+    "analyze": "RUN",
+    "check": "MODEL",
+    "explore": "[MODEL ...]",
+    "retrofit": "MODEL OUT",
+    "export": "MODEL OUT",
+}
 
 
 @pytest.mark.parametrize("name", cli._COMMANDS)
-def test_help_begins_with_an_example_that_the_command_reads(name):
-    lines = help_of(name, "--help")
-    example = cli._COMMANDS[name].example
-    assert lines[2] == cli._COMMANDS[name].summary
-    assert lines[4:6] == ["Example:", f"  {example}"]
-
-
-@pytest.mark.parametrize("name", cli._COMMANDS)
-def test_positional_arguments_have_names_and_no_types(name):
-    lines = help_of(name, "--help")
-    boxes = "\n".join(lines).partition("positional arguments")[2].partition("╰")[0]
-    names = re.findall(r"^│ (\S+(?: \.\.\.\])?)", boxes, re.MULTILINE)
-    expected = {
-        "generate": ["MODEL"],
-        "eval": ["MODEL", "[FILE ...]"],
-        "reproduce": ["[RECIPE]"],
-        "analyze": ["RUN"],
-        "check": ["MODEL"],
-        "explore": ["[MODEL ...]"],
-        "retrofit": ["MODEL", "OUT"],
-        "export": ["MODEL", "OUT"],
-    }
-    assert names == expected.get(name, [])
-    assert lines[0].endswith(" ".join(["", *names]))
+def test_help_says_what_a_command_does_and_takes_and_gives_an_example(name):
+    usage, _, printed = help_of(name, "--help").partition("\n\n")
+    assert usage.startswith(f"usage: kvshift {name} ")
+    assert usage.endswith(f" [OPTIONS] {ARGUMENTS[name]}" if name in ARGUMENTS else " [OPTIONS]")
+    assert printed.startswith(f"{cli._COMMANDS[name].summary}\n\nExample:\n  {cli._COMMANDS[name].example}\n")
 
 
 @pytest.mark.parametrize("name", [name for name, command in cli._COMMANDS.items() if command.first])
-def test_a_long_help_lists_ten_options_and_help_all_begins_with_them(name):
+def test_a_long_help_lists_the_most_used_options_and_help_all_begins_with_them(name):
     first = [f"--{option.replace('_', '-')}" for option in cli._COMMANDS[name].first]
-    short, long = help_of(name, "--help"), help_of(name, "--help-all")
-    assert listed("\n".join(short)) == first
-    assert len(first) == 10
-    assert len(short) <= 60
-    everything = listed("\n".join(long))
-    assert everything[:10] == first
-    assert len(everything) == len(set(everything)) > 20
-    assert f"--help-all lists all {len(everything)}." in "\n".join(short)
+    everything = listed(help_of(name, "--help-all"))
+    assert listed(help_of(name, "--help")) == first == everything[: len(first)]
+    assert len(everything) == len(set(everything)) > len(first)
+    assert f"--help-all lists all {len(everything)}." in " ".join(help_of(name, "--help").split())
 
 
 @pytest.mark.parametrize("name", [name for name, command in cli._COMMANDS.items() if not command.first])
 def test_a_short_help_is_the_same_either_way(name):
     assert help_of(name, "--help") == help_of(name, "--help-all")
-    assert len(help_of(name, "--help")) <= 80

@@ -1,6 +1,7 @@
 """`KVShift`: targets, splits, documents, decoding and errors."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -64,31 +65,32 @@ def test_repr_names_the_options():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("field", "value", "words", "others"),
     [
-        ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
-        ({"targets": ("k", "w")}, r"targets must be a sequence of \"q\", \"k\", \"v\" .* got \('k', 'w'\)"),
-        ({"targets": "kv"}, "targets must be a sequence .* got 'kv'"),
-        ({"targets": None}, "targets must be a sequence .* got None"),
-        ({"targets": [["k"]]}, "targets must be a sequence"),
-        ({"targets": ("k", "k")}, "targets must not name a target twice"),
-        ({"targets": ("q",)}, 'num_heads must be at least 1 when "q" is in targets, got None'),
-        ({"targets": ("q",), "num_heads": 0}, 'num_heads must be at least 1 when "q" is in targets, got 0'),
-        ({"window": 1}, "window must be an integer of at least 2, got 1"),
-        ({"window": -2}, "window must be an integer of at least 2, got -2"),
-        ({"window": 2.0}, "window must be an integer of at least 2, got 2.0"),
-        ({"window": True}, "window must be an integer of at least 2, got True"),
-        ({"constraint": "none"}, 'constraint must be "free", "gate" or "clamp", got \'none\''),
-        ({"init": "zeros"}, 'init must be "uniform" or "identity", got \'zeros\''),
-        ({"constraint": "gate", "window": 3}, 'window must be 2 with constraint="gate", got 3'),
-        ({"constraint": "gate", "init": "identity"}, 'init must be "uniform" with constraint="gate"'),
+        ("num_kv_heads", 0, "at least 1", {}),
+        ("num_heads", None, 'at least 1 when "q" is in targets', {"targets": ("q",)}),
+        ("num_heads", 0, 'at least 1 when "q" is in targets', {"targets": ("q",)}),
+        ("targets", ("k", "w"), 'a sequence of "q", "k", "v"', {}),
+        ("targets", "kv", 'a sequence of "q", "k", "v"', {}),
+        ("targets", None, 'a sequence of "q", "k", "v"', {}),
+        ("targets", [["k"]], 'a sequence of "q", "k", "v"', {}),
+        ("targets", ("k", "k"), "not name a target twice", {}),
+        ("window", 1, "an integer of at least 2", {}),
+        ("window", -2, "an integer of at least 2", {}),
+        ("window", 2.0, "an integer of at least 2", {}),
+        ("window", True, "an integer of at least 2", {}),
+        ("window", 3, '2 with constraint="gate"', {"constraint": "gate"}),
+        ("constraint", "none", '"free", "gate" or "clamp"', {}),
+        ("init", "zeros", '"uniform" or "identity"', {}),
+        ("init", "identity", '"uniform" with constraint="gate": a sigmoid is never exactly 1', {"constraint": "gate"}),
     ],
 )
-def test_bad_options(options, message):
-    heads = {name: options[name] for name in ("num_kv_heads", "num_heads") if name in options}
-    shift = {name: value for name, value in options.items() if name not in heads}
-    with pytest.raises(ValueError, match=message):
-        KVShift(**{"num_kv_heads": G, **heads}, options=ShiftOptions(**shift))
+def test_a_bad_option_is_named(field, value, words, others):
+    given = {"num_kv_heads": G, field: value, **others}
+    heads = {name: given.pop(name) for name in ("num_kv_heads", "num_heads") if name in given}
+    got = "" if (field, value) == ("init", "identity") else f".*, got {re.escape(repr(value))}"
+    with pytest.raises(ValueError, match=f"^{field} must (be )?{words}{got}$"):
+        KVShift(**heads, options=ShiftOptions(**given))
 
 
 def test_unknown_option():
@@ -114,11 +116,5 @@ def test_queries_that_do_not_fit_are_named(shape):
 
 @pytest.mark.parametrize("targets", [(), ("k", "v")])
 def test_bad_boundaries_are_refused_with_and_without_targets(targets):
-    q, k, v = qkv()
-    shift = layer(targets=targets)
-    with pytest.raises(ValueError, match="mask must be"):
-        shift(q, k, v, mask=torch.ones(B, T + 1, dtype=torch.bool))
-    with pytest.raises(TypeError, match=r"mask must be of dtype torch\.bool"):
-        shift(q, k, v, mask=torch.ones(B, T))
-    with pytest.raises(ValueError, match="the batch must be 1 row"):
-        shift(q, k, v, cu_seqlens=torch.tensor([0, T]))
+    with pytest.raises(ValueError, match=r"mask must be \("):
+        layer(targets=targets)(*qkv(), mask=torch.ones(B, T + 1, dtype=torch.bool))

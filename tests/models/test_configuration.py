@@ -19,7 +19,8 @@ from .registry import MODELS, RETROFITTED
 from .retrofit.tiny_families import FAMILIES, stock
 
 MESSAGE = r"unknown configuration field '{}' \(value {}\); known: .*{}"
-MISSPELT = {"eos_token_ids": "eos_token_id", "initialiser_range": "initializer_range", "shift_windows": "shift_window"}
+MISSPELT = {"eos_token_ids": "eos_token_id", "initialiser_range": "initializer_range"}
+MISSPELT |= {"shift_windows": "shift_window", "shift_kind": "shift_constraint"}
 CLASSES = {family.config.model_type: family.config for family in ALL_FAMILIES} | {"baichuan_m1": BaichuanM1Config}
 
 

@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "by type of layer": ({"full_attention": CAUSAL}, "must be a tensor .*; got dict"),
     "blocks": (
         create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 6, device="cpu"),
-        "must be a tensor .*; got BlockMask",
+        ".*; got BlockMask",
     ),
     "three dimensions": (CAUSAL[0], r"must have two dimensions, .*, or four, .*; got \(1, 6, 6\)"),
     "integers": (CAUSAL.long(), "four dimensions must be bool, .*; got torch.int64"),

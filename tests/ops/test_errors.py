@@ -43,10 +43,7 @@ BAD: list[tuple[Case, type[Exception], dict[str, tuple[dict, str]]]] = [
         "mask of floats": ({"mask": torch.ones(2, 11)}, r"mask must be of dtype torch.bool, .* torch.float32"),
         "mask of integers": ({"mask": torch.ones(2, 11).long()}, r"mask must be of dtype torch.bool"),
         "seq_idx is a list": ({"seq_idx": [0] * 11}, r"seq_idx must be a tensor or None, got list"),
-        "seq_idx of floats": (
-            {"seq_idx": torch.zeros(2, 11)},
-            r"seq_idx must be of an integer dtype, .* torch.float32",
-        ),
+        "seq_idx of floats": ({"seq_idx": torch.zeros(2, 11)}, r"seq_idx must be of an integer dtype, .*float32"),
         "seq_idx of booleans": ({"seq_idx": torch.zeros(2, 11).bool()}, r"seq_idx must be of an integer dtype"),
         "seq_idx of unsigned integers that PyTorch does not compute with": (
             {"seq_idx": torch.zeros(2, 11, dtype=torch.uint16)},
@@ -59,10 +56,7 @@ BAD: list[tuple[Case, type[Exception], dict[str, tuple[dict, str]]]] = [
             r"v must be a dense tensor .* got a nested one",
         ),
         "sparse alpha": ({"alpha": ROWS.alpha.to_sparse()}, r"alpha must be a dense tensor \(heads, win"),
-        "sparse state": (
-            {"state": ShiftState(ROWS.state.k.to_sparse(), ROWS.state.v, 2)},
-            r"state.k must be a dense tensor",
-        ),
+        "sparse state": ({"state": ShiftState(ROWS.state.k.to_sparse(), ROWS.state.v, 2)}, r"state.k must be a dense"),
         "sparse mask": ({"mask": torch.ones(2, 11).bool().to_sparse()}, r"mask must be a dense tensor or None"),
     }),
     (ROWS, ValueError, {
@@ -106,14 +100,8 @@ BAD: list[tuple[Case, type[Exception], dict[str, tuple[dict, str]]]] = [
         "cu_seqlens of floats": ({"cu_seqlens": torch.tensor([0.0, 5.0])}, r"cu_seqlens must be of dtype torch.int32"),
     }),
     (PACK, ValueError, {
-        "documents named twice": (
-            {"seq_idx": torch.zeros(1, 5).long()},
-            r"cu_seqlens and seq_idx both name the documents: give one",
-        ),
-        "cu_seqlens of 2 dimensions": (
-            {"cu_seqlens": PACK.cu_seqlens[None]},
-            r"cu_seqlens must be \(sequences \+ 1,\)",
-        ),
+        "documents named twice": ({"seq_idx": torch.zeros(1, 5).long()}, r"cu_seqlens and seq_idx both name .* one"),
+        "cu_seqlens of 2 dimensions": ({"cu_seqlens": PACK.cu_seqlens[None]}, r"cu_seqlens must be \(sequences \+ 1"),
         "cu_seqlens of nothing": (bounds(), r"cu_seqlens must be \(sequences \+ 1,\) .* cu_seqlens is \(0,\)"),
         "device of cu_seqlens": ({"cu_seqlens": PACK.cu_seqlens.to("meta")}, r"cu_seqlens must be .* on cpu.* on meta"),
         "cu_seqlens without state": (bounds(0, 5), r"state.k must be \(1, rows, 3, 7\).*; state.k is \(3, 2, 3, 7\)"),
@@ -224,11 +212,7 @@ BAD_STATE: dict[str, tuple[Callable, type[Exception], str]] = {
     "unknown row": (lambda: STATE.select([3]), IndexError, r"out of range"),
     "few beams": (lambda: STATE.reorder([0, 1]), ValueError, r"beam_indices must be 3 integers, .* of shape \(2,\)"),
     "boolean beams": (lambda: STATE.reorder([True] * 3), ValueError, r"beam_indices must be 3 integers, .*torch.bool"),
-    "real beams": (
-        lambda: STATE.reorder(torch.ones(3)),
-        ValueError,
-        r"beam_indices must be 3 integers, .*torch.float32",
-    ),
+    "real beams": (lambda: STATE.reorder(torch.ones(3)), ValueError, r"beam_indices must be 3 integers, .*float32"),
     "negative crop": (lambda: STATE.crop(-1), ValueError, r"tokens must be 0 or more, got -1"),
     "no window": (lambda: STATE.crop(0, window=1), ValueError, r"window must be 2 or more, got 1"),
     "sizes": (lambda: STATE.split([1, 1]), RuntimeError, r"sum exactly to 3"),

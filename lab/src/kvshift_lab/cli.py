@@ -72,14 +72,13 @@ _COMMANDS = {
         'kvshift generate runs/mine --prompt "To be, or not to be"',
     ),
     "eval": _Command(
-        "Evaluate a model: loss on a text, benchmarks, repetition",
+        "Evaluate a model: loss on a text, benchmarks",
         "kvshift_lab.commands.eval.options:EvalConfig",
         "kvshift_lab.commands.eval.command:evaluate",
         "kvshift eval runs/mine 'texts/*.txt' --against runs/other",
         first=(
             "against",
             "tasks",
-            "repetition",
             "limit",
             "window",
             "packing",
@@ -106,12 +105,6 @@ _COMMANDS = {
         "kvshift_lab.commands.explore.options:ExploreConfig",
         "kvshift_lab.commands.explore.command:explore",
         "kvshift explore runs/mine --out mine-in-a-page --open",
-    ),
-    "bench": _Command(
-        "Measure time and memory against baselines",
-        "kvshift_lab.benchmarks.bench_config:BenchConfig",
-        "kvshift_lab.benchmarks.bench:bench",
-        "kvshift bench --parts op layer --preset smoke --out runs/bench",
     ),
     "check": _Command(
         "Test a model: packed documents, padding, caches, generation",

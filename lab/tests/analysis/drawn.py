@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.lines import Line2D
-from matplotlib.text import Text
 
 
 def hidden_by_legends(figure):
@@ -43,38 +41,6 @@ def first_points_cut_off(figure):
             if not (left <= x <= right and low <= y <= high):
                 cut.append(line.get_label())
     return cut
-
-
-def cut_off(figure):
-    """Return the texts of a drawn figure that cross the edge of the page, and the boxes of titles that overlap."""
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
-    ticks = [
-        text for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for text in axis.get_ticklabels(which="both")
-    ]
-    boxes = {text: text.get_window_extent(renderer) for text in texts if text not in ticks}
-    page = figure.bbox.padded(1)
-    found = [
-        text.get_text() for text, box in boxes.items() if not (page.contains(*box.min) and page.contains(*box.max))
-    ]
-    titles = [boxes[axes.title] for axes in figure.axes if axes.title in boxes]
-    return found + [box for at, box in enumerate(titles) if any(box.overlaps(other) for other in titles[:at])]
-
-
-def sizes_of_letters(figure):
-    """Return the font sizes, in points, of all visible text in a drawn figure."""
-    return {text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()}
-
-
-def alike_in_grey(figure):
-    """Return the labels of curves that differ from another in color only, with the same line style and marker."""
-    seen, found = {}, []
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            line = handle[0] if isinstance(handle, tuple) else handle
-            if isinstance(line, Line2D) and seen.setdefault((line.get_linestyle(), line.get_marker()), label) != label:
-                found.append(label)
-    return found
 
 
 def ticks_between_whole_numbers(axis):

@@ -108,14 +108,6 @@ def test_whether_a_model_is_near_the_least_possible_loss(excess: list[float], di
     assert shifted.ours.startswith(f"{sum(excess) / 3:.4f} above it (95 % interval ")
 
 
-def test_the_figure_shows_both_models_and_the_floor():
-    left, right = RECIPE.plot(records(([0.5, 0.6], [0.5, 0.4]))).axes
-    assert {*left.get_legend_handles_labels()[1]} == {"KV-shift", "vanilla", "least possible"}
-    assert right.get_legend_handles_labels()[1] == ["KV-shift", "vanilla"]
-    assert len(left.containers) == 2  # the mean of each model, with its interval
-    assert len(right.containers) == 8  # two models, two seeds, two kinds of questions
-
-
 def test_the_floor_is_that_of_the_sequences_a_run_is_evaluated_on(tmp_path: Path):
     """The rows fill batches of different sizes; a run also counts their labels by slice."""
     job = RECIPE.jobs("smoke", [3])[0]

@@ -88,14 +88,3 @@ def test_gains_by_kind_and_tokens_to_copying():
     sooner = "KV-shift, 2 layers: a prefix matching of 0.2 sooner than vanilla, 2 layers"
     assert found[sooner].direction == "not shown"  # the difference is equal in all seeds, so there is no interval
     assert "0.761" in found[sooner].ours  # (200 + 100 * 0.19 / 0.29) / (300 + 100 * 0.19 / 0.39)
-
-
-def test_the_figure_has_a_row_for_each_depth_with_both_models_and_the_change_marked():
-    panels = RECIPE.plot(records({2: [0.1], 4: [0.2]})).axes
-    assert [axes.get_title() for axes in panels[::4]] == ["2 layers: prefix\nmatching", "4 layers: prefix\nmatching"]
-    assert len(panels) == 8
-    for axes in panels:
-        labels = [line.get_label() for line in axes.get_lines()]
-        assert {"KV-shift", "vanilla"} <= {*labels}
-        upright = [line for line in axes.get_lines() if len({*line.get_xdata()}) == 1]
-        assert len(upright) == 2  # the moments at which the two models begin to copy

@@ -66,8 +66,3 @@ def test_where_no_folder_of_text_is_named_the_records_say_so(monkeypatch: pytest
     assert with_available_text(RECIPE.jobs("smoke", [0])) == RECIPE.jobs("smoke", [0])
     monkeypatch.setenv(SHARED_DATA_ENV, "folder")
     assert with_available_text(asked) == asked
-
-
-def test_the_figure_has_a_curve_for_each_model() -> None:
-    axes = RECIPE.plot(records(dict.fromkeys(LABELS, 4.0))).axes
-    assert [each.get_legend_handles_labels()[1] for each in axes] == [LABELS, LABELS]

@@ -93,14 +93,8 @@ def test_a_flow_that_stays_above_the_square_would_fail(records: dict[str, Record
     assert verdicts(records)[5] == "fails"
 
 
-def test_the_figure_has_a_row_for_each_formula_and_one_for_the_flow(records: dict[str, Record]) -> None:
+def test_the_figure_ends_where_the_flow_does(records: dict[str, Record]) -> None:
     figure = RECIPE.plot([*records.values()])
-    assert [axes.get_title() for axes in figure.axes] == [
-        *("derived, T = 4", "derived, T = 12", "derived, T = 102"),
-        *("Table 3, O(T) = 0", "Table 3, O(T) = 10", "Table 3, O(T) = 100"),
-        *("script, O(T) = 0", "script, O(T) = 10", "script, O(T) = 100"),
-        *("all four free, T = 8", "all four free, T = 32", "all four free, T = 102"),
-    ]
     assert figure.axes[-1].lines[1].get_ydata()[-1] == records["flow"].result["flows"][2]["coefficients"][-1][1]
 
 

@@ -66,7 +66,6 @@ def test_one_pair_of_training_runs_decides_nothing() -> None:
     given = [made_up(f"{variant}, 32 layers, 4096 tokens", curve=curve) for variant in ("KV-shift", "vanilla")]
     (claim,) = RECIPE.claims(given)
     assert claim.direction == "not shown"
-    assert RECIPE.plot(given).axes[0].get_legend_handles_labels()[1] == [one.arm.label for one in given]
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
@@ -76,4 +75,3 @@ def test_a_dry_run_of_smoke() -> None:
     (claim,) = RECIPE.claims([found])
     assert claim.direction == "holds"
     assert "one of 8 processes takes a step on fake tensors" in claim.statement
-    assert RECIPE.plot([found]).axes[0].get_title() == "A sharded step"

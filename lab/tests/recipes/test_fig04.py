@@ -115,10 +115,3 @@ def test_whether_the_gain_shrinks_at_low_rates(more: list[float], direction: str
         for one in given
     ]
     assert RECIPE.claims(diverged)[-1].direction == "not shown"
-
-
-def test_the_figure_has_a_panel_for_each_rate() -> None:
-    panels = RECIPE.plot(ended(records([0.1, 0.2]), "vanilla", diverged_at=7)).axes
-    assert [axes.get_title() for axes in panels] == [
-        f"learning rate {4 * rate:g} (in the paper {rate:g})" for rate in (1e-4, 2e-4, 1e-3, 1e-2)
-    ]

@@ -169,17 +169,12 @@ def test_published_errors_are_met_by_the_spread_of_our_seeds():
     assert "published" not in RECIPE.claims(records("laptop", 3, [0.1] * 3, [0.2] * 3))[-1].statement
 
 
-def test_the_figure_has_a_panel_for_each_depth():
+def test_published_curves_stand_beside_runs_of_their_size_alone():
     given = [*records("paper", 3, [0.1, 0.2], [0.3, 0.3]), *records("paper", 2, [0.1, 0.2], [0.3, 0.3])]
-    panels = RECIPE.plot(given).axes
-    assert [axes.get_title() for axes in panels] == ["2 layers", "3 layers"]
-    for axes, layers in zip(panels, (2, 3), strict=True):
+    for axes, layers in zip(RECIPE.plot(given).axes, (2, 3), strict=True):
         assert len(axes.lines) == 5
         assert tuple(axes.lines[-1].get_ydata()) == PUBLISHED[layers]
-        labels = ["KV-shift", "vanilla", "vanilla, published (dropout on)"]
-        assert axes.get_legend_handles_labels()[1] == labels
     (axes,) = RECIPE.plot(records("laptop", 3, [0.1], [0.3])).axes
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "3", "4"]
     assert len(axes.lines) == 2
 
 

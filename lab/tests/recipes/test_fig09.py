@@ -130,14 +130,6 @@ def test_a_ratio_that_is_not_1_may_be_near_enough():
     assert soon.ours.startswith("KV-shift needs 1.06 of the steps of vanilla (95 % interval 1.06 to 1.06")
 
 
-def test_the_figure_has_a_panel_for_each_size():
-    given = [*records("0.4M", [0.9, 0.8], [0.7, 0.9]), *records("0.8K", [0.2, 0.1], [0.1, 0.2])]
-    panels = RECIPE.plot(given).axes
-    assert [axes.get_title() for axes in panels] == ["0.4M parameters", "0.8K parameters"]
-    for axes in panels:
-        assert axes.get_legend_handles_labels()[1] == ["KV-shift", "vanilla", "chance"]
-
-
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
     assert job.arm.label == "vanilla, 0.8K"

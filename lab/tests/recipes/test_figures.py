@@ -1,10 +1,11 @@
-"""The committed figures use one color per variant, hide no curve behind a legend and cut off no first point."""
+"""Every committed figure can be drawn from its records, with one color per variant and axes that can be compared."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from kvshift_lab.analysis.colors import BLUE, VERMILLION, shades
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
@@ -12,15 +13,7 @@ from kvshift_lab.study.recipe import without_tuning_runs
 from kvshift_lab.study.records import load_records
 from kvshift_lab.variants.by_name import VARIANTS
 
-from ..analysis.drawn import (
-    alike_in_grey,
-    colors_by_label,
-    cut_off,
-    first_points_cut_off,
-    hidden_by_legends,
-    sizes_of_letters,
-    ticks_between_whole_numbers,
-)
+from ..analysis.drawn import colors_by_label
 
 # The streamlines of Figure 2 take seconds.
 MARKS = {"fig02": [pytest.mark.slow]}
@@ -42,13 +35,6 @@ SHARED_AXES = (
     "neighbours",
     *(f"tab{number:02}" for number in range(6, 16)),
 )
-NO_STEPS = (
-    "fig02",
-    "fig03",
-    "tab03",
-    "decide",
-    "keys_values",
-)  # figures without steps on the horizontal axis
 
 
 def test_there_are_figures() -> None:
@@ -61,23 +47,15 @@ def test_figure(name: str, preset: str) -> None:
     if records is None:
         pytest.skip("has not been run to its end")
     figure = find_recipe(name).plot(without_tuning_runs(records))
-    assert not hidden_by_legends(figure)
-    assert not first_points_cut_off(figure)
+    FigureCanvasAgg(figure).draw()
     for label, colors in colors_by_label(figure).items():
         variant = label.partition(",")[0]
         expected = {"vanilla": SHADES[BLUE], "KV-shift": SHADES[VERMILLION]}.get(variant)
         assert label in VARIANT_LABELS or expected is None or colors <= expected, label
         assert expected is not None or not colors & {BLUE, VERMILLION}, label
-    assert not cut_off(figure)
-    assert sizes_of_letters(figure) <= {10.0, 7.0}, "one size, and that of exponents"
-    assert figure.get_figwidth() == 9
-    assert not alike_in_grey(figure)
     for axes in figure.axes:
         assert axes.lines or axes.patches or axes.collections, "no panel is empty"
         assert axes.get_title()
         assert axes.get_ylabel() or not axes.get_subplotspec().is_first_col()
     if name in SHARED_AXES:
         assert len({axes.get_ylim() for axes in figure.axes}) == 1
-    steps = [axes.xaxis for axes in figure.axes if axes.get_xlabel() in ("step", "hops")]
-    assert steps or name in NO_STEPS or name.startswith("tab")
-    assert not [axis for axis in steps if ticks_between_whole_numbers(axis)]

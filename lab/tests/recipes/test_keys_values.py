@@ -45,9 +45,3 @@ def test_verdicts() -> None:
     assert found[f"KV-shift, {copies} V-shift, 2 layers"] == "holds"
     assert found["At the end, KV-shift, 2 layers: a lower loss than K-shift, 2 layers"] == "not shown"
     assert len(found) == 6
-
-
-def test_the_figure_has_all_arms_in_each_panel() -> None:
-    made = records({"kv-shift": 1, "k-shift": 2, "v-shift": None}, {"kv-shift": 3.0, "k-shift": 3.1, "v-shift": 3.4})
-    for axes in RECIPE.plot(made).axes:
-        assert {arm.label for arm in ARMS} <= {*axes.get_legend_handles_labels()[1]}

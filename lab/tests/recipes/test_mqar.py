@@ -116,10 +116,5 @@ def test_sooner_by_steps_to_the_level(ours: int, theirs: int, direction: str):
     assert directions(given)["of two layers, those with KV shift learn sooner"] == direction
 
 
-def test_each_width_is_a_panel_and_has_its_claims():
-    given = [*records(width=64), *records(width=128)]
-    assert len(RECIPE.claims(given)) == 10
-    panels = RECIPE.plot(given).axes
-    assert [axes.get_title() for axes in panels] == [f"32 tokens, 4 pairs, width {width}" for width in (64, 128)]
-    labels = [Arm(variant=variant, layers=layers).label for layers, variant in mqar.MODELS]
-    assert panels[0].get_legend_handles_labels()[1] == [*labels, "chance"]
+def test_each_width_has_its_claims():
+    assert len(RECIPE.claims([*records(width=64), *records(width=128)])) == 10

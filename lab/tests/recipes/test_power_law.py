@@ -12,7 +12,6 @@ from kvshift_lab.core.options import to_json
 from kvshift_lab.recipes.catalogue import find_recipe
 from kvshift_lab.recipes.scaling.power_law import SIZES, parameters_of
 from kvshift_lab.study.recipe import Record
-from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS
 
 from ..study.cases import directions, made_up
 
@@ -102,13 +101,3 @@ def test_questions_of_ours_are_named() -> None:
     claims = FIG06.claims(records(faster=0.01))
     assert [claim.own for claim in claims] == [False, True, True, False]
     assert "the exponents differ by 0.0" in claims[1].ours
-
-
-def test_the_figures_show_sizes_the_law_and_the_long_run() -> None:
-    given = records()
-    assert [axes.get_title() for axes in FIG05.plot(given).axes] == [*SIZES["laptop"][0]]
-    left, right = FIG06.plot(given).axes
-    labels = [VARIANTS[variant].label for variant in SHIFTED_AND_VANILLA]
-    assert left.get_legend_handles_labels()[1] == labels
-    assert left.get_xlim()[1] > 5e6
-    assert right.get_title() == "4 layers of width 64, 1200 steps"

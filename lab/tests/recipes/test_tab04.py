@@ -136,13 +136,8 @@ def test_a_miniature_is_not_compared_with_print():
 def test_the_figure_has_both_models_and_what_is_in_print():
     given = [*records("Tr21-Te24", [0.9, 0.8], [0.7, 0.9]), *records("Tr12-Te15", [0.6, 0.5], [0.4, 0.3])]
     left, *right = RECIPE.plot(given).axes
-    models = {"KV-shift", "vanilla"}
-    assert {*left.get_legend_handles_labels()[1]} == {*models, *(f"{model} in the paper" for model in models)}
-    assert [label.get_text() for label in left.get_xticklabels()] == ["Tr12-Te15", "Tr21-Te24"]
     crosses = sorted(np.asarray(line.get_ydata()).item() for line in left.lines if line.get_marker() == "x")
     assert crosses == sorted(share for shares in tab04.PAPER_SHARES.values() for share in shares.values())
-    assert [axes.get_title() for axes in right] == ["Tr12-Te15", "Tr21-Te24"]
-    assert right[0].get_legend_handles_labels()[1] == ["KV-shift", "vanilla", "chance"]
     small = RECIPE.plot(records("Tr2-Te3", [0.3], [0.2])).axes
     assert not any(line.get_marker() == "x" for line in small[0].lines)
     for axes, chance in ((right[0], 1 / 23), (small[1], 1 / 5)):

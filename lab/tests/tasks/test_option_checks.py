@@ -26,11 +26,7 @@ from .cases import TASKS
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (
-            InductionConfig,
-            {"mode": "printed"},
-            "induction.mode must be one of script, latest, raw, single, got 'printed'",
-        ),
+        (InductionConfig, {"mode": "printed"}, "induction.mode must be one of script, latest, raw, single, got 'print"),
         (InductionConfig, {"loss": "none"}, "induction.loss must be one of all, repeats, got 'none'"),
         (InductionConfig, {"length": 3}, "induction.length must be 4 or more in mode script, got 3"),
         (InductionConfig, {"mode": "single", "length": 5}, "induction.length must be 6 or more in mode single, got 5"),
@@ -66,17 +62,9 @@ from .cases import TASKS
         (IGSMConfig, {"generator": "igsm", "test_ops": 53}, "igsm.test_ops must be 52 or less"),
         (IGSMConfig, {"temperature": -1.0}, "igsm.temperature must be 0 or more"),
         (IGSMConfig, {"max_new_tokens": 0}, "igsm.max_new_tokens must be None, or 1 or more, got 0"),
-        (
-            IGSMConfig,
-            {"as_printed": True, "generator": "igsm"},
-            "igsm.as_printed needs the generator kamino, got igsm",
-        ),
+        (IGSMConfig, {"as_printed": True, "generator": "igsm"}, "igsm.as_printed needs .* kamino, got igsm"),
         (IGSMConfig, {"max_items": 11}, "igsm.max_items must be 10 or less"),
-        (
-            IGSMConfig,
-            {"as_printed": True, "max_items": 7, "max_operations": 27},
-            "igsm.max_operations must be 26 or less",
-        ),
+        (IGSMConfig, {"as_printed": True, "max_items": 7, "max_operations": 27}, "igsm.max_operations must be 26 or"),
         (MaskedTextConfig, {"masked": 0.0}, "masked_text.masked must be between 0 and 1"),
         (MaskedTextConfig, {"length": 1}, "masked_text.length must be 2"),
     ],

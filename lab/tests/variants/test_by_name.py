@@ -84,14 +84,8 @@ def test_a_name_that_says_options_of_the_shift_is_these_options(
         ({"variant": "vanilla", "freeze_shift": True}, r"model\.freeze_shift is True, but model\.variant is vanilla"),
         ({"variant": "kv-shift", "shift_targets": ()}, r"model\.shift_targets must name at least one of q, k, v"),
         ({"variant": "k-shift", "shift_targets": ()}, r"model\.shift_targets must name at least one of q, k, v"),
-        (
-            {"variant": "k-shift", "shift_targets": ("v",)},
-            r"model\.shift_targets is \('v',\), but model\.variant is k-shift, for which it is \('k',\)",
-        ),
-        (
-            {"variant": "kv-shift-window-4", "shift_window": 3},
-            r"model\.shift_window is 3, but model\.variant is kv-shift-window-4, for which it is 4",
-        ),
+        ({"variant": "k-shift", "shift_targets": ("v",)}, r"shift_targets is \('v',\), .* is k-shift, .* \('k',\)"),
+        ({"variant": "kv-shift-window-4", "shift_window": 3}, r"shift_window is 3, .* kv-shift-window-4, .* is 4"),
     ],
     ids=str,
 )

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, GPT2LMHeadModel
+from transformers import DynamicCache, EncoderDecoderCache
 
-from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2LMHeadModel, add_kv_shift
+from kvshift.models.retrofit import add_kv_shift
 from kvshift.models.versions import CACHE
 
 from ..llama.checks import logits_of
 from ..llama.tiny import random_tokens
-from .tiny_families import shifted_gpt2, stock, tiny_config
+from .tiny_families import shifted_gpt2, stock
 
 
 def test_bfloat16_is_near():
@@ -37,15 +37,6 @@ def test_dropout_draws_the_same_numbers():
     assert all(module.training for module in model.modules())
     torch.manual_seed(3)
     assert torch.equal(model(ids).logits, before)
-
-
-def test_cross_attention_is_named():
-    model = GPT2LMHeadModel(tiny_config("GPT-2", add_cross_attention=True))
-    with pytest.raises(ValueError, match=r"add_cross_attention must be False .* crossattention layers"):
-        add_kv_shift(model)
-    assert type(model) is GPT2LMHeadModel
-    with pytest.raises(ValueError, match=r"add_cross_attention must be False"):
-        KVShiftGPT2LMHeadModel(KVShiftGPT2Config(add_cross_attention=True))
 
 
 def test_an_encoder_beside_it():

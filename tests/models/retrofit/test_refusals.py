@@ -2,59 +2,56 @@
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2DoubleHeadsModel,
-    GPT2LMHeadModel,
-)
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
 
-from kvshift.models.retrofit import KVShiftGPT2LMHeadModel, add_kv_shift
+from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2LMHeadModel, add_kv_shift
 
 from ..llama.tiny import tiny_model
 from .tiny_families import shifted_gpt2, stock, tiny_config
 
 
-def test_a_model_that_has_a_shift():
-    with pytest.raises(ValueError, match="model already has a KV shift: KVShiftGPT2LMHeadModel"):
-        add_kv_shift(add_kv_shift(stock("GPT-2")))
-    with pytest.raises(ValueError, match="model already has a KV shift: KVShiftLlamaForCausalLM"):
-        add_kv_shift(tiny_model())
-    with pytest.raises(ValueError, match="model already has a KV shift"):
-        add_kv_shift(shifted_gpt2(targets=()))
+class MyGPT2(GPT2LMHeadModel):
+    """A subclass may compute something else."""
 
 
-def test_an_unknown_model_is_named_beside_the_known_ones():
-    bert = BertModel(
-        BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=61)
-    )
-    with pytest.raises(ValueError, match=r"BertModel \(model_type 'bert'\), .* supported: GPT2Model, GPT2LMHeadModel"):
-        add_kv_shift(bert)
-    with pytest.raises(ValueError, match=r"model is a GPT2DoubleHeadsModel \(model_type 'gpt2'\)"):
-        add_kv_shift(GPT2DoubleHeadsModel(tiny_config("GPT-2")))
-    with pytest.raises(ValueError, match=r"model is a Linear \(model_type 'none'\)"):
-        add_kv_shift(torch.nn.Linear(2, 3))
+def changed(family, **fields):
+    return AutoModelForCausalLM.from_config(tiny_config(family, **fields))
 
 
-def test_what_is_no_model():
+BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 61}
+HALVES = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+REFUSED = {
+    "already has a KV shift: KVShiftGPT2LMHeadModel": lambda: add_kv_shift(stock("GPT-2")),
+    "already has a KV shift: KVShiftLlamaForCausalLM": tiny_model,
+    "already has a KV shift": lambda: shifted_gpt2(targets=()),
+    r"BertModel \(model_type 'bert'\), .* supported: GPT2Model, GPT2LMHead": lambda: BertModel(BertConfig(**BERT)),
+    r"GPT2DoubleHeadsModel \(model_type 'gpt2'\)": lambda: GPT2DoubleHeadsModel(tiny_config("GPT-2")),
+    r"Linear \(model_type 'none'\)": lambda: torch.nn.Linear(2, 3),
+    "is a MyGPT2": lambda: MyGPT2(tiny_config("GPT-2")),
+    "use_bidirectional_attention must be False": lambda: changed("Gemma 3", use_bidirectional_attention=True),
+    "rope_parameters must rotate whole heads": lambda: changed("Llama", rope_parameters=HALVES),
+    "add_cross_attention must be False .* crossattention layers": lambda: changed("GPT-2", add_cross_attention=True),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_model_that_cannot_get_a_shift(message):
+    model = REFUSED[message]()
+    kind, names = type(model), set(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        add_kv_shift(model)
+    assert type(model) is kind
+    assert set(model.state_dict()) == names
+
+
+def test_what_is_of_another_type():
+    model = stock("GPT-2")
     with pytest.raises(TypeError, match="model must be a model of transformers, got NoneType"):
         add_kv_shift(None)
-    with pytest.raises(TypeError, match="config must be a KVShiftGPT2Config, which says what to shift, got GPT2Config"):
-        KVShiftGPT2LMHeadModel(GPT2Config())
-
-
-def test_a_subclass_may_compute_something_else():
-    class MyGPT2(GPT2LMHeadModel):
-        pass
-
-    with pytest.raises(ValueError, match="model is a MyGPT2"):
-        add_kv_shift(MyGPT2(tiny_config("GPT-2")))
-
-
-def test_options():
-    model = stock("GPT-2")
     with pytest.raises(TypeError, match="options must be ShiftOptions, got tuple"):
         add_kv_shift(model, ("k", "v"))
     assert type(model) is GPT2LMHeadModel
-    assert set(model.state_dict()) == set(stock("GPT-2").state_dict())
+    with pytest.raises(TypeError, match="config must be a KVShiftGPT2Config, which says what to shift, got GPT2Config"):
+        KVShiftGPT2LMHeadModel(GPT2Config())
+    with pytest.raises(ValueError, match="add_cross_attention must be False"):
+        KVShiftGPT2LMHeadModel(KVShiftGPT2Config(add_cross_attention=True))

@@ -1,4 +1,4 @@
-"""Benchmarks of a few questions in the layout of `items`, and scripted models for lm-eval."""
+"""Benchmarks of a few questions in the layout of `questions`, and scripted models for lm-eval."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lm_eval.api.model import LM
 
 SHARED = Path(os.environ.get("KVSHIFT_SHARED_DATA") or "no-such-folder")
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="KVSHIFT_SHARED_DATA names no folder of reference data")
@@ -61,7 +62,7 @@ Ask = Callable[[str, str], float]
 
 
 def write_benchmarks(folder: Path) -> Path:
-    """Write all benchmarks in the layout of `items`, and return their folder."""
+    """Write all benchmarks in the layout of `questions`, and return their folder."""
     _lines(folder / "lambada" / "lambada_openai.jsonl", [{"context": c, "continuation": w} for c, w in LAMBADA])
     winogrande = [
         {"context_options": [f"{start} {fill}" for fill in fills], "continuation": end, "gold": gold}
@@ -98,30 +99,22 @@ def _table(path: Path, head: list[str], rows: list[Any]) -> None:
         csv.writer(file).writerows([head, *rows])
 
 
-class Scripted:
+class Scripted(LM):
     """A model whose log-likelihoods and texts are given by functions of the context and the continuation.
 
-    A continuation of log-likelihood 0 is the one that greedy decoding would write. A token is a byte.
-
-    Attributes:
-        asked: Number of requests so far.
+    A continuation of log-likelihood 0 is the one that greedy decoding would write.
     """
 
-    def __init__(self, likelihood: Ask, write: Callable[[str], str] = str, max_length: int = 10**9) -> None:
-        self._likelihood, self._write, self.max_length = likelihood, write, max_length
-        self.asked = 0
+    def __init__(self, likelihood: Ask, write: Callable[[str], str] = str) -> None:
+        super().__init__()
+        self._likelihood, self._write = likelihood, write
 
-    def tok_encode(self, text: str) -> bytes:
-        return text.encode()
-
-    def set_cache_hook(self, hook: Any) -> None:
-        self._hook = hook
-
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool) -> list[tuple[float, bool]]:
-        self.asked += len(requests)
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         found = [self._likelihood(*request.args) for request in requests]
         return [(value, value == 0) for value in found]
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool) -> list[str]:
-        self.asked += len(requests)
+    def generate_until(self, requests: list[Any]) -> list[str]:
         return [self._write(request.args[0]) for request in requests]
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        raise NotImplementedError

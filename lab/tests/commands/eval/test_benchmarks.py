@@ -8,17 +8,29 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from lm_eval.evaluator import evaluate as run_tasks
 
-from kvshift_lab.commands.eval.benchmarks import BENCHMARKS, PAPER, prompts, select
-from kvshift_lab.commands.eval.harness import CachedModel, evaluate_benchmark
-from kvshift_lab.commands.eval.items import read_questions
-from kvshift_lab.commands.eval.task_scores import scores
+from kvshift_lab.commands.eval.benchmarks import (
+    PAPER,
+    TASKS,
+    average,
+    compare,
+    compare_averages,
+    load_tasks,
+    scores,
+    select,
+)
+from kvshift_lab.commands.eval.questions import judge_math
 
 from .benchmark_cases import CMMLU, MMLU, SHARED, Scripted, needs_shared
+
+BENCHMARKS = [path.stem for path in sorted(TASKS.glob("*.yaml"))]
 
 # The published numbers of questions; for CMMLU, that of its repository (its paper says 11,528).
 PUBLISHED = {
@@ -33,31 +45,27 @@ PUBLISHED = {
 }
 
 
-def shown(folder: Path, name: str, room: int | None = None) -> list[dict[str, Any]]:
-    benchmark = BENCHMARKS[name]
-    fits = lambda prompt, answer: room is None or len(prompt + answer) <= room  # noqa: E731
-    return list(prompts(benchmark, read_questions(benchmark.source, str(folder)), fits))
+@cache
+def load(folder: Path, name: str) -> Any:
+    return load_tasks([name], str(folder))[name]
+
+
+def requests(task: Any, doc: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return what lm-eval would ask a model: (context, continuation) of each choice, or (context, options)."""
+    found = task.construct_requests(doc, task.fewshot_context(doc, task.config.num_fewshot or 0))
+    return [each.args for each in (found if isinstance(found, list) else [found])]
+
+
+def source_of(name: str) -> str:
+    return next(source for source in sorted(PUBLISHED, key=len, reverse=True) if name.startswith(source))
 
 
 PROMPTS = {
-    "lambada": (0, "to be or not to be, that is the", ["question"], 0),
-    "winogrande": (
-        0,
-        "is too large.",
-        ["The cup fits not into the bag as the cup", "The cup fits not into the bag as the bag"],
-        0,
-    ),
-    "winogrande_letters": (
-        0,
-        "The cup fits not into the bag as the _ is too large.\nA. cup\nB. bag\nAnswer:",
-        ["A", "B"],
-        0,
-    ),
+    "lambada": (0, "to be or not to be, that is the", [" question"]),
     "hellaswag": (
         2,
         "Ski: A girl stands on snow. she",
-        ["is the snow.", "cooks snow.", "skis down.", "is a ski and a girl."],
-        2,
+        [" is the snow.", " cooks snow.", " skis down.", " is a ski and a girl."],
     ),
     "arc_easy": (
         0,
@@ -67,10 +75,9 @@ PROMPTS = {
         "Question: Which one flies?\nA. a bird\nB. a fish\nC. a worm\nD. a tree\nAnswer: A\n\n"
         "Question: Which one swims?\nA. a cat\nB. a fish\nC. a stone\nD. a hill\nAnswer: B\n\n"
         "Question: Which one is warm?\nA. ice\nB. fire\nC. snow\nD. frost\nAnswer:",
-        ["A", "B", "C", "D"],
-        1,
+        [" A", " B", " C", " D"],
     ),
-    "arc_easy_text": (1, "Question: Which way does it change?\nAnswer:", ["more", "less", "not at all"], 2),
+    "arc_easy_text": (1, "Question: Which way does it change?\nAnswer:", [" more", " less", " not at all"]),
     "mmlu": (
         0,
         "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
@@ -80,68 +87,61 @@ PROMPTS = {
         "What is 3 + 1?\nA. 3\nB. 4\nC. -1\nD. none\nAnswer: B\n\n"
         "What is 4 + 1?\nA. 4\nB. 5\nC. -1\nD. none\nAnswer: B\n\n"
         "What is 7 - 7?\nA. 0\nB. 7\nC. 14\nD. seventy-seven\nAnswer:",
-        ["A", "B", "C", "D"],
-        0,
+        [" A", " B", " C", " D"],
     ),
     "mmlu_zero": (
         2,
         "The following are multiple choice questions (with answers) about anatomy.\n\n"
         "How many hands?\nA. one\nB. two\nC. three\nD. a dozen\nAnswer:",
-        ["A", "B", "C", "D"],
-        1,
+        [" A", " B", " C", " D"],
     ),
-    "mmlu_cloze": (2, "How many hands?\nAnswer:", ["one", "two", "three", "a dozen"], 1),
+    "mmlu_cloze": (2, "How many hands?\nAnswer:", [" one", " two", " three", " a dozen"]),
     "cmmlu_zero": (
         3,
         "以下是关于世界宗教的单项选择题，请直接给出正确答案的选项。\n\n"
         "题目：2号水是什么颜色？\nA. 红色的\nB. 蓝\nC. 无色\nD. 黑\n答案是：",
         ["A", "B", "C", "D"],
-        1,
     ),
     "math": (
         0,
         "Problem:\nHalf of one?\n\nSolution: It is $\\boxed{\\frac{1}{2}}$.\n\nProblem:\nWhat is $1+1$?\n\nSolution:",
-        ["One and one make $\\boxed{2}$.", "2"],
-        0,
+        [{"until": ["Problem:"], "do_sample": False, "max_gen_toks": 512}],
     ),
 }
 
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompts_by_hand(name, mini):
-    number, prompt, answers, gold = PROMPTS[name]
-    found = shown(mini, name)[number]
-    assert (found["prompt"], found["answers"], found["gold"]) == (prompt, answers, gold)
-    assert found["whole"]
+    number, prompt, continuations = PROMPTS[name]
+    task = load(mini, name)
+    assert requests(task, task.eval_docs[number]) == [(prompt, continuation) for continuation in continuations]
+
+
+def test_both_beginnings_of_a_sentence_have_the_same_end(mini):
+    task = load(mini, "winogrande")
+    assert requests(task, task.eval_docs[0]) == [
+        ("The cup fits not into the bag as the cup", " is too large."),
+        ("The cup fits not into the bag as the bag", " is too large."),
+    ]
 
 
 def test_examples_are_of_the_subject_in_their_order_behind_its_header(mini):
-    prompt = shown(mini, "cmmlu")[1]["prompt"]
+    task = load(mini, "cmmlu")
+    prompt = requests(task, task.eval_docs[1])[0][0]
     assert prompt.startswith(
         "以下是关于世界宗教的单项选择题，请直接给出正确答案的选项。\n\n题目：0 加一等于多少？\nA. 0\n"
     )
-    assert [prompt.index(f"题目：{n} 加一") for n in range(5)] == sorted(
-        prompt.index(f"题目：{n} 加一") for n in range(5)
-    )
+    places = [prompt.index(f"题目：{n} 加一") for n in range(5)]
+    assert places == sorted(places)
     assert prompt.count("答案是：B\n\n") == 5
-
-
-def test_what_is_too_long_loses_whole_examples_the_first_ones_first(mini):
-    whole = shown(mini, "mmlu")[0]["prompt"]
-    head, *examples = whole.split("\n\n")
-    for kept in range(6):
-        expected = "\n\n".join([head, *examples[5 - kept :]])
-        for room in (len(expected) + 2, len(expected) + 2 + (kept < 5)):  # one more is too few for another example
-            found = shown(mini, "mmlu", room)[0]
-            assert (found["prompt"], found["shots"], found["whole"]) == (expected, kept, True)
-    assert not shown(mini, "mmlu", len(head) + len(examples[-1]) + 3)[0]["whole"]
 
 
 def test_a_question_is_no_example_for_itself(mini):
     for name in ("arc_easy", "arc_challenge", "math"):
-        for record in shown(mini, name):
-            question = record["prompt"].split("\n\n")[-1 if name != "math" else -2]
-            assert record["prompt"].count(question.split("\n")[0] + "\n" + question.split("\n")[1]) == 1
+        task = load(mini, name)
+        for doc in task.eval_docs:
+            prompt = requests(task, doc)[0][0]
+            assert prompt.count(doc["context"] if name == "math" else doc["question"]) == 1
 
 
 def test_the_names_of_tasks():
@@ -152,47 +152,39 @@ def test_the_names_of_tasks():
 # Models whose scores are known
 
 
-def right(records: list[dict[str, Any]], name: str) -> Scripted:
+def right(task: Any) -> Scripted:
     """Return a model that knows every answer, and writes a solution with it."""
-    benchmark, known, solutions = BENCHMARKS[name], set(), {}
-    for record in records:
-        if benchmark.kind == "beginning":
-            known.add((record["answers"][record["gold"]], f" {record['prompt']}"))
+    known, solutions = set(), {}
+    for doc in task.eval_docs:
+        asked = requests(task, doc)
+        if task.OUTPUT_TYPE == "generate_until":
+            solutions[asked[0][0]] = doc["answer"]
         else:
-            known.add((record["prompt"], benchmark.delimiter + record["answers"][record["gold"]]))
-        solutions[record["prompt"]] = record["answers"][-1]
+            known.add(asked[doc.get("gold", 0)])
     return Scripted(
         lambda context, continuation: 0.0 if (context, continuation) in known else -1.0,
         lambda context: f"Thus $\\boxed{{0}}$, no, \\boxed{{{solutions[context]}}}.",
     )
 
 
-def first(records: list[dict[str, Any]], name: str) -> Scripted:
+def first(task: Any) -> Scripted:
     """Return a model that always answers A, or the first choice."""
-    firsts = {
-        (record["answers"][0], f" {record['prompt']}")
-        if BENCHMARKS[name].kind == "beginning"
-        else (record["prompt"], BENCHMARKS[name].delimiter + record["answers"][0])
-        for record in records
-    }
-    word = BENCHMARKS[name].kind == "word"
+    choice = task.OUTPUT_TYPE == "multiple_choice"
+    firsts = {requests(task, doc)[0] for doc in task.eval_docs} if choice else set()
     return Scripted(
-        lambda context, continuation: 0.0 if (context, continuation) in firsts and not word else -1.0,
+        lambda context, continuation: 0.0 if (context, continuation) in firsts else -1.0,
         lambda context: "A, that is \\boxed{A}",
     )
 
 
-def uniform(records: list[dict[str, Any]], name: str) -> Scripted:
+def uniform(task: Any) -> Scripted:
     """Return a model for which all bytes are equally likely."""
     return Scripted(lambda context, continuation: -float(len(continuation.encode())), lambda context: "\\boxed{")
 
 
-def score(folder: Path, name: str, model: Any, limit: int | None = None) -> dict[str, Any]:
-    questions = read_questions(BENCHMARKS[name].source, str(folder))
-    records = shown(folder, name)[:limit]
-    found = evaluate_benchmark(CachedModel(model(records, name)), name, questions, limit)
-    assert len(found) == len(records)
-    return scores(name, found)
+def score(folder: Path, name: str, model: Any) -> dict[str, Any]:
+    task = load(folder, name)
+    return scores(task, run_tasks(model(task), {"tasks": {name: task}}, bootstrap_iters=0)["samples"][name])
 
 
 def plain_items(folder: Path, name: str) -> Iterator[tuple[str, list[str], int]]:
@@ -222,23 +214,23 @@ def plain_items(folder: Path, name: str) -> Iterator[tuple[str, list[str], int]]
                     yield (row[0], row[1:5], gold) if name == "mmlu" else (row[1], row[2:6], gold)
 
 
-def expected(folder: Path, name: str, who: str, limit: int | None) -> float:
+def expected(folder: Path, name: str, who: str) -> float:
     """Return the score that the model must have."""
-    source, kind = BENCHMARKS[name].source, BENCHMARKS[name].kind
-    if kind == "solution" and who == "first":
+    source = source_of(name)
+    if name == "math" and who == "first":
         lines = (folder / "math" / "math_test.jsonl").read_text().splitlines()
         return sum(json.loads(line)["answer"] == "A" for line in lines) / len(lines)
-    if kind in ("word", "solution"):
+    if name in ("lambada", "math"):
         return float(who == "right")
-    items = list(plain_items(folder, source))[:limit]
+    items = list(plain_items(folder, source))
     if who == "right":  # except where an earlier choice has the same text, and no letters distinguish them
         return sum(name in LETTERED or choices.index(choices[gold]) == gold for _, choices, gold in items) / len(items)
     guessed = []
     for _, choices, gold in items:
         lengths = [len(choice.encode()) for choice in choices]
-        if who == "first" or kind == "beginning" or name in LETTERED:
+        if who == "first" or name == "winogrande" or name in LETTERED:
             guess = 0  # all choices are equally likely: lm-eval takes the first
-        elif BENCHMARKS[name].metric == "acc_norm":  # log-likelihood per character; each choice is preceded by a space
+        elif name == "mmlu_cloze":  # log-likelihood per character; each choice is preceded by a space
             rates = [-(1 + size) / len(choice) for size, choice in zip(lengths, choices, strict=True)]
             guess = rates.index(max(rates))
         else:
@@ -247,7 +239,7 @@ def expected(folder: Path, name: str, who: str, limit: int | None) -> float:
     return sum(guessed) / len(guessed)
 
 
-LETTERED = {"winogrande_letters", "arc_easy", "arc_challenge", "cmmlu", "cmmlu_zero", "mmlu", "mmlu_zero"}
+LETTERED = {"arc_easy", "arc_challenge", "cmmlu", "cmmlu_zero", "mmlu", "mmlu_zero"}
 WHO = {"right": right, "first": first, "uniform": uniform}
 
 
@@ -255,11 +247,11 @@ WHO = {"right": right, "first": first, "uniform": uniform}
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_model_whose_answers_are_known_has_the_score_it_must(name, who, mini):
     found = score(mini, name, WHO[who])
-    assert found["score"] == pytest.approx(expected(mini, name, who, None), rel=1e-12)
+    assert found["score"] == pytest.approx(expected(mini, name, who), rel=1e-12)
     if who != "uniform":  # one answer is certain, whatever lengths divide the likelihoods
         for metric in set(found) & {"acc", "acc_norm", "acc_bytes"}:
             assert found[metric] == found["score"]
-    assert found["items"] == len(read_questions(BENCHMARKS[name].source, str(mini)).tests)
+    assert found["items"] == len(load(mini, name).eval_docs)
 
 
 @pytest.mark.parametrize("who", WHO)
@@ -287,33 +279,25 @@ def test_the_mean_over_subjects(name, mini):
 def test_the_same_on_every_question_there_is(name):
     for who, model in WHO.items():
         found = score(SHARED, name, model)
-        assert found["score"] == pytest.approx(expected(SHARED, name, who, None), rel=1e-12)
-        assert found["items"] == PUBLISHED[BENCHMARKS[name].source]
+        assert found["score"] == pytest.approx(expected(SHARED, name, who), rel=1e-12)
+        assert found["items"] == PUBLISHED[source_of(name)]
 
 
 @pytest.mark.shared
 @needs_shared
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_there_are_as_many_questions_as_published(name):
-    questions = read_questions(name, str(SHARED))
-    assert len(questions.tests) == PUBLISHED[name]
-    assert len(questions.examples) == {"mmlu": 57 * 5, "cmmlu": 67 * 5}.get(name, 0)
-    assert len({item.subject for item in questions.tests}) == {"mmlu": 57, "cmmlu": 67, "math": 7}.get(name, 1)
-    if name in ("lambada", "math"):
+    questions = load(SHARED, name).eval_docs
+    assert len(questions) == PUBLISHED[name]
+    subjects = set(questions["subject"]) if "subject" in questions.features else {""}
+    assert len(subjects) == {"mmlu": 57, "cmmlu": 67, "math": 7}.get(name, 1)
+    if name == "cmmlu":
+        assert all(re.fullmatch(r"[\u4e00-\u9fff]+", subject) for subject in subjects)
+    if name in ("lambada", "winogrande", "math"):
         return
-    for item, (question, choices, gold) in zip(questions.tests, plain_items(SHARED, name), strict=True):
-        assert question.removeprefix("Question: ") == item.question
-        assert (tuple(choices), gold) == (item.answers, item.gold)
-
-
-@pytest.mark.shared
-@needs_shared
-def test_every_subject_of_cmmlu_has_its_chinese_name():
-    benchmark = BENCHMARKS["cmmlu"]
-    heads = {benchmark.header(item.subject) for item in read_questions("cmmlu", str(SHARED)).tests}
-    assert len(heads) == 67
-    pattern = re.compile(r"以下是关于[\u4e00-\u9fff]+的单项选择题，请直接给出正确答案的选项。\n\n")
-    assert all(pattern.fullmatch(head) for head in heads)
+    for row, (question, choices, gold) in zip(questions, plain_items(SHARED, name), strict=True):
+        assert question.removeprefix("Question: ") == row["question"]
+        assert (choices, gold) == (row["choices"], row["gold"])
 
 
 # Answers to MATH problems
@@ -334,7 +318,52 @@ def test_every_subject_of_cmmlu_has_its_chinese_name():
         ("\\boxed \\frac{1}{2}", True),
     ],
 )
-def test_the_last_box_counts(written, correct, mini):
-    model = Scripted(lambda *_: 0.0, lambda prompt: written if "Problem:\nHalf of one?" in prompt[-50:] else "")
-    found = evaluate_benchmark(CachedModel(model), "math", read_questions("math", str(mini)))
-    assert [item["exact_match"] for item in found] == [0, correct, 0]
+def test_the_last_box_counts(written, correct):
+    assert judge_math({"answer": "\\frac{1}{2}"}, [written]) == {"exact_match": correct}
+
+
+# Scores and comparisons
+
+
+def test_mcnemar_and_the_bootstrap_over_pairs():
+    random = np.random.default_rng(1)
+    ours, theirs = (random.random(211) < 0.6).astype(float), (random.random(211) < 0.5).astype(float)
+    found = compare(ours, theirs)
+    b, c = int(sum(ours > theirs)), int(sum(ours < theirs))
+    assert (found["only_first"], found["only_second"]) == (b, c)
+    tail = sum(math.comb(b + c, k) for k in range(min(b, c) + 1)) / 2 ** (b + c)
+    assert found["p"] == pytest.approx(min(1.0, 2 * tail), rel=1e-9)
+    assert found["difference"] == pytest.approx(ours.mean() - theirs.mean(), rel=1e-12)
+    drawn = [(ours - theirs)[random.integers(0, 211, 211)].mean() for _ in range(20_000)]  # bootstrap over questions
+    for end, quantile in (("low", 0.025), ("high", 0.975)):
+        assert found[end] == pytest.approx(np.quantile(drawn, quantile), abs=1.5 / 211)
+
+
+def test_models_that_do_not_differ():
+    same = compare(np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0]))
+    assert same == {"difference": 0, "low": 0, "high": 0, "only_first": 0, "only_second": 0, "p": 1}
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    """The pairs have a known difference; coverage of 95 % means 90 to 99 % of 400 intervals."""
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        theirs = random.random(300) < 0.4
+        ours = np.where(random.random(300) < 0.25, random.random(300) < 0.6, theirs)  # 0.25 * (0.6 - 0.4) = 0.05 better
+        found = compare(ours.astype(float), theirs.astype(float))
+        held += found["low"] <= 0.05 <= found["high"]
+    assert 0.90 <= held / 400 <= 0.99
+
+
+def test_averages_are_of_the_eight():
+    random = np.random.default_rng(2)
+    sides = [{name: (random.random(50) < p).astype(float) for name in PAPER} for p in (0.7, 0.4)]
+    found = compare_averages({name: [side[name] for side in sides] for name in PAPER})
+    assert found is not None
+    assert found["difference"] == pytest.approx(np.mean([sides[0][n].mean() - sides[1][n].mean() for n in PAPER]))
+    errors = [np.std(sides[0][name] - sides[1][name], ddof=1) / math.sqrt(50) for name in PAPER]
+    half = 1.96 * math.hypot(*errors) / 8
+    assert found["high"] - found["low"] == pytest.approx(2 * half, rel=0.1)
+    assert compare_averages({}) is None
+    assert average({"mmlu": {"score": 1.0, "stderr": 0.0}}) is None

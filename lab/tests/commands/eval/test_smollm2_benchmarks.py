@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from kvshift_lab.commands.eval.benchmarks import load_tasks
 from kvshift_lab.commands.eval.command import evaluate
-from kvshift_lab.commands.eval.items import read_questions
 from kvshift_lab.commands.eval.options import EvalConfig
 from tests.smollm2 import FOLDER, pretrained
 
@@ -20,8 +20,8 @@ LIMIT = 200
 
 def guessed_words() -> float:
     """Return the best score on LAMBADA of always giving one word, or drawing a word of each passage, by counting."""
-    asked = read_questions("lambada", str(SHARED)).tests[:LIMIT]
-    pairs = [(item.question.split(), item.answers[item.gold].strip()) for item in asked]
+    asked = load_tasks(["lambada"], str(SHARED))["lambada"].eval_docs.select(range(LIMIT))
+    pairs = [(row["context"].split(), row["continuation"].strip()) for row in asked]
     always = Counter(word for _, word in pairs).most_common(1)[0][1] / LIMIT
     drawn = sum(passage.count(word) / len(passage) for passage, word in pairs) / LIMIT
     return max(always, drawn)

@@ -57,10 +57,6 @@ def test_it_is_written_whole_or_not_at_all(
 
 
 def test_folders_and_options_that_are_refused(saved: Path, tmp_path: Path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(LabError, match="out must be a new or empty folder, but"):
-        export(ExportOptions(model=str(saved), out=tmp_path / "full", remote_code=True))
     with pytest.raises(LabError, match="format must be left out with remote_code, got 'pt2'"):
         export(ExportOptions(model=str(saved), out=tmp_path / "out", remote_code=True, format="pt2"))
     with pytest.raises(LabError, match="there is no folder"):

@@ -56,19 +56,11 @@ def config(out: Path, **changes) -> ReproduceConfig:
     return replace(ReproduceConfig(recipe="abacus", preset="smoke", out=out, jobs=1), **changes)
 
 
-def test_no_line_of_the_list_is_longer_than_100_columns(tmp_path: Path):
-    for preset in ("smoke", "paper"):
-        for seed in range(123):
-            path = tmp_path / catalogue.CATALOGUE["fig07a"].runs / preset / "run" / f"seed-{seed}" / "result.json"
-            path.parent.mkdir(parents=True)
-            path.touch()
-    lines = listing.overview(tmp_path).splitlines()
-    assert max(map(len, lines)) <= 100
-    for entry in catalogue.CATALOGUE.values():
-        assert any(line.split(maxsplit=1) == [entry.name, entry.title] for line in lines)
-    words = " ".join(" ".join(lines).split())
-    assert all(size.cost in words for entry in catalogue.CATALOGUE.values() for size in entry.presets.values())
-    assert "smoke 123 of " in words
+def test_the_list_names_every_recipe_and_what_it_costs(tmp_path: Path):
+    words = " ".join(listing.overview(tmp_path).split())
+    for entry in CATALOGUE.values():
+        assert f"{entry.name} {entry.title}" in words
+        assert all(size.cost in words for size in entry.presets.values())
 
 
 def test_all_is_run_drawn_and_written(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -148,13 +148,6 @@ def test_bad_models_are_named_and_nothing_is_left(spoil: Callable, message: str,
     assert not out.parent.exists()
 
 
-def test_a_folder_that_holds_something_stays(qwen2: Path, tmp_path: Path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(LabError, match="out must be a new or empty folder, but"):
-        retrofit(RetrofitOptions(model=str(qwen2), out=tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"shift_targets": ()}, "shift_targets must be"), ({"shift_window": 1}, "shift_window must")],

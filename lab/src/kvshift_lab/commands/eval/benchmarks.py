@@ -1,275 +1,305 @@
-"""The benchmarks of the paper as tasks of lm-eval: their prompts, and how answers are scored.
+"""`kvshift eval MODEL --tasks ...`: evaluate one or more models on the same benchmark questions through lm-eval.
 
-Multiple choice by letters, in the format of MMLU (Hendrycks et al. 2021), 5-shot:
-
-    The following are multiple choice questions (with answers) about anatomy.
-
-    What is the embryological origin of the hyoid bone?
-    A. The first pharyngeal arch
-    ...
-    D. The second and third pharyngeal arches
-    Answer: D
-
-    <four more examples, and the question up to "Answer:"; " A" to " D" are scored>
-
-In the text or cloze format of Waleffe et al. (2024), the prompt is the question and "Answer:", and the text of each
-choice is scored. If a prompt is too long for a model, whole examples are dropped, the first one first.
+The tasks are lm-eval's own: a YAML file each in `tasks/`, with prompts and metrics. The first metric of a file is the
+score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from importlib.resources import files
-from itertools import islice
-from typing import Any, Literal, NamedTuple
+import hashlib
+import json
+import logging
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from kvshift_lab.commands.eval.items import Item, Questions
-from kvshift_lab.core.errors import LabError, nearest
+import numpy as np
 
-_LETTERS = "ABCDEFGH"
+from kvshift_lab.analysis.tables import as_text
+from kvshift_lab.commands.eval.options import EvalConfig
+from kvshift_lab.core.errors import LabError, install_command, nearest
+from kvshift_lab.core.messages import log, quiet
+from kvshift_lab.core.statistics import mean_of
+from kvshift_lab.data.config import SHARED_DATA_ENV
+from kvshift_lab.run.inputs import identify_model
+from kvshift_lab.run.loading import load_model
+from kvshift_lab.run.model_files import locate
+from kvshift_lab.variants.uncached import decodes_with_cache
 
-# Maximum number of tokens in a generated MATH solution; half of the model's context length if that is less.
-LONGEST_SOLUTION = 512
+try:
+    from lm_eval.api.model import CachingLM
+    from lm_eval.evaluator import evaluate as run_tasks
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+except ModuleNotFoundError as error:
+    missing = (error.name or "lm_eval").partition(".")[0]
+    raise LabError(f"tasks: needs the package {missing!r}: {install_command('eval')}") from error
 
+_log = partial(log, command="eval")
+_HFLM: Any = HFLM  # its decorator hides its type
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every model that it did not load itself
 
-class FormattedQuestion(NamedTuple):
-    """A formatted question, without examples.
-
-    Attributes:
-        prompt: The text before the answer; for WinoGrande the end of the sentence.
-        answers: Texts to score, each after the benchmark's delimiter; for WinoGrande the beginnings before `prompt`.
-        gold: Index of the correct answer.
-    """
-
-    prompt: str
-    answers: tuple[str, ...]
-    gold: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """How the questions of `source` are formatted and scored.
-
-    Attributes:
-        source: Name of the questions in `read_questions`.
-        kind: How a model answers. choice: the answer of highest log-likelihood; beginning: the beginning that makes the
-            end most likely; word: greedy decoding must produce the answer; solution: the answer in the last \\boxed{}.
-        format_question: Formats a question.
-        shots: Number of examples before the question, of the same subject, in the order of the data.
-        metric: The metric of lm-eval that is reported as the score.
-        delimiter: Text between a question and its answer.
-        header: Returns the text before all examples, given the subject.
-    """
-
-    source: str
-    kind: Literal["choice", "beginning", "word", "solution"]
-    format_question: Callable[[Item], FormattedQuestion]
-    shots: int = 0
-    metric: str = "acc"
-    delimiter: str = " "
-    header: Callable[[str], str] = lambda subject: ""
-
-
-def _plain(item: Item, begin: str = "", end: str = "") -> FormattedQuestion:
-    return FormattedQuestion(begin + item.question + end, item.answers, item.gold)
-
-
-def _letters(item: Item, begin: str = "", end: str = "\nAnswer:") -> FormattedQuestion:
-    letters = _LETTERS[: len(item.answers)]
-    lines = (f"\n{letter}. {answer}" for letter, answer in zip(letters, item.answers, strict=True))
-    return FormattedQuestion(begin + item.question + "".join(lines) + end, tuple(letters), item.gold)
-
-
-def _gap_letters(item: Item) -> FormattedQuestion:
-    """Format the sentence with a gap, and as choices the words in which the two beginnings differ."""
-    one, other = (answer.split(" ") for answer in item.answers)
-    same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)) - 1)
-    fills = (" ".join(one[same:]), " ".join(other[same:]))
-    return _letters(Item(" ".join([*one[:same], "_", item.question]), fills, item.gold))
-
-
-def _header(subject: str) -> str:
-    return f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
-
-
-def _chinese_header(subject: str) -> str:
-    return f"以下是关于{_chinese_name(subject)}的单项选择题，请直接给出正确答案的选项。\n\n"
-
-
-@cache
-def _chinese_name(subject: str) -> str:
-    """Return the Chinese name of a subject, from the files of lm-eval's own CMMLU tasks."""
-    import yaml
-
-    file = files("lm_eval") / "tasks" / "cmmlu" / f"cmmlu_{subject}.yaml"
-    task = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return task["description"].split("以下是关于")[1].split("的单项选择题")[0]
-
-
-_MMLU = Benchmark(source="mmlu", kind="choice", format_question=_letters, header=_header)
-_CMMLU = Benchmark(
-    source="cmmlu",
-    kind="choice",
-    format_question=partial(_letters, begin="题目：", end="\n答案是："),
-    delimiter="",
-    header=_chinese_header,
-)
-_ARC_LETTERS = partial(_letters, begin="Question: ")
-_ARC_TEXT = partial(_plain, begin="Question: ", end="\nAnswer:")
-
-BENCHMARKS = {
-    "lambada": Benchmark(source="lambada", kind="word", format_question=_plain),
-    "winogrande": Benchmark(source="winogrande", kind="beginning", format_question=_plain),
-    "winogrande_letters": Benchmark(source="winogrande", kind="choice", format_question=_gap_letters),
-    "hellaswag": Benchmark(source="hellaswag", kind="choice", format_question=_plain),
-    "arc_easy": Benchmark(source="arc_easy", kind="choice", format_question=_ARC_LETTERS, shots=5),
-    "arc_easy_text": Benchmark(source="arc_easy", kind="choice", format_question=_ARC_TEXT),
-    "arc_challenge": Benchmark(source="arc_challenge", kind="choice", format_question=_ARC_LETTERS, shots=5),
-    "arc_challenge_text": Benchmark(source="arc_challenge", kind="choice", format_question=_ARC_TEXT),
-    "cmmlu": replace(_CMMLU, shots=5),
-    "cmmlu_zero": _CMMLU,
-    "mmlu": replace(_MMLU, shots=5),
-    "mmlu_zero": _MMLU,
-    "mmlu_cloze": Benchmark(
-        source="mmlu", kind="choice", format_question=partial(_plain, end="\nAnswer:"), metric="acc_norm"
-    ),
-    "math": Benchmark(
-        source="math",
-        kind="solution",
-        format_question=partial(_plain, begin="Problem:\n", end="\n\nSolution:"),
-        shots=4,
-        metric="exact_match",
-    ),
-}
+TASKS = Path(__file__).with_name("tasks")
 PAPER = ("lambada", "winogrande", "hellaswag", "arc_easy", "arc_challenge", "cmmlu", "mmlu", "math")
 """The benchmarks of Table 2 of the paper; its average is their unweighted mean."""
 
 _GROUPS = {"paper": PAPER, "table14": ("mmlu_cloze", "mmlu_zero", "mmlu")}
+_RESAMPLES = 10_000
+
+Samples = Sequence[Mapping[str, Any]]  # lm-eval's record of each question, with the value of each metric
+
+
+class LMEvalModel(_HFLM):
+    """lm-eval's model for transformers, which generates without a cache for variants that do not support one."""
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        generate = self.model.generate
+        self.model.generate = lambda *args, **given: generate(
+            *args, **given | {"use_cache": decodes_with_cache(self.model)}
+        )
+        try:
+            return super()._model_generate(context, max_length, stop, **kwargs)
+        finally:
+            self.model.generate = generate
+
+
+def measure(config: EvalConfig) -> dict[str, Any]:
+    """Evaluate each model on the benchmarks of `config.tasks`, and return the report.
+
+    "models" holds a score with its standard error for each task. "differences" holds the result of `compare` for the
+    first model minus each other model. Answers are saved beside `config.output`, and an interrupted command resumes
+    from them.
+
+    Raises:
+        LabError: The options, data or a model cannot be used (exit code 2), or memory runs out (3).
+    """
+    names = select(config.tasks)
+    data = find_data(config.data)
+    models = [config.model, *config.against]
+    for model in models:  # report a missing model before hours of work
+        locate(model, quiet)
+    tasks = load_tasks(names, data)
+    found, sources = zip(*(_answers(model, tasks, config) for model in models), strict=True)
+    results = [
+        {"name": model, "source": source, "tasks": {name: scores(tasks[name], theirs[name]) for name in names}}
+        for model, source, theirs in zip(models, sources, found, strict=True)
+    ]
+    for result in results:
+        result["average"] = average(result["tasks"])
+    return {
+        "data": data,
+        "chance": {name: _chance(tasks[name], found[0][name]) for name in names},
+        "models": results,
+        "differences": [
+            {"name": models[0], "minus": other, **_differences(tasks, found[0], theirs)}
+            for other, theirs in zip(models[1:], found[1:], strict=True)
+        ],
+    }
 
 
 def select(names: Iterable[str]) -> list[str]:
-    """Return the names of the selected benchmarks without duplicates; "paper" and "table14" name groups of them.
-
-    Raises:
-        LabError: There is no benchmark or group of that name.
-    """
+    """Return the names of the selected benchmarks without duplicates; "paper" and "table14" name groups of them."""
+    known = [path.stem for path in sorted(TASKS.glob("*.yaml"))]
     chosen: dict[str, None] = {}
     for name in names:
-        if name not in BENCHMARKS and name not in _GROUPS:
-            raise LabError(f"tasks: there is no {name!r}; {nearest(name, [*_GROUPS, *BENCHMARKS])}")
+        if name not in known and name not in _GROUPS:
+            raise LabError(f"tasks: there is no {name!r}; {nearest(name, [*_GROUPS, *known])}")
         chosen |= dict.fromkeys(_GROUPS.get(name, (name,)))
     return list(chosen)
 
 
-def prompts(
-    benchmark: Benchmark, questions: Questions, fits: Callable[[str, str], bool], limit: int | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield a record for each question, for `make_task`.
-
-    A record has "prompt", "answers", "gold" and "subject"; "shots", the number of examples in the prompt; and "whole",
-    whether the prompt fits into the model's context after examples were dropped.
-
-    If the data has no separate examples, the first other questions of the subject are used as examples.
-
-    Args:
-        fits: Returns whether a prompt and an answer together fit into the model's context.
-        limit: Number of questions to use, from the first. None: all.
-    """
-    pools: dict[str, list[Item]] = {}
-    for item in questions.examples or questions.tests:
-        pools.setdefault(item.subject, []).append(item)
-    for item in questions.tests[:limit]:
-        formatted = benchmark.format_question(item)
-        others = (other for other in pools.get(item.subject, ()) if other != item)
-        examples = [_format_example(benchmark, other) for other in islice(others, benchmark.shots)]
-        prompt, whole = formatted.prompt, True
-        if benchmark.kind != "beginning":
-            head, longest = benchmark.header(item.subject), max(formatted.answers, key=len)
-            answer = "" if benchmark.kind == "solution" else benchmark.delimiter + longest
-            while not (whole := fits(head + "".join(examples) + formatted.prompt, answer)) and examples:
-                del examples[0]
-            prompt = head + "".join(examples) + formatted.prompt
-        yield {
-            "prompt": prompt,
-            "answers": list(formatted.answers),
-            "gold": formatted.gold,
-            "subject": item.subject,
-            "shots": len(examples),
-            "whole": whole,
-        }
+def find_data(data: str | None) -> str:
+    """Return the folder of the questions: `data`, or that of the environment variable KVSHIFT_SHARED_DATA."""
+    folder = data or os.environ.get(SHARED_DATA_ENV)
+    if not folder:
+        raise LabError(f"data must be the folder of the benchmarks' files, or {SHARED_DATA_ENV} must name it")
+    if not Path(folder).is_dir():
+        raise LabError(f"data must be a folder that exists, got {folder}")
+    return folder
 
 
-def _format_example(benchmark: Benchmark, item: Item) -> str:
-    formatted = benchmark.format_question(item)
-    return f"{formatted.prompt}{benchmark.delimiter}{formatted.answers[formatted.gold]}\n\n"
+def load_tasks(names: Sequence[str], data: str) -> dict[str, Any]:
+    """Return lm-eval's tasks by name, with their questions read from the folder `data`."""
+    manager = TaskManager(include_path=TASKS, include_defaults=False, metadata={"data": data})
+    return manager.load(list(names))["tasks"]
 
 
-def make_task(name: str, records: list[dict[str, Any]], *, longest_solution: int = LONGEST_SOLUTION) -> Any:
-    """Return a `ConfigurableTask` of lm-eval for `lm_eval.evaluate` and `lm_eval.simple_evaluate`.
-
-    Args:
-        records: The records of `prompts`.
-        longest_solution: Maximum number of tokens that a model may generate for a solution.
-    """
-    from datasets import Dataset
-    from lm_eval.api.task import ConfigurableTask
-
-    benchmark = BENCHMARKS[name]
-    scoring: dict[str, Any] = {
-        "choice": {
-            "output_type": "multiple_choice",
-            "doc_to_text": "prompt",
-            "doc_to_choice": "answers",
-            "doc_to_target": "gold",
-            "metric_list": [_mean("acc"), _mean("acc_norm"), _mean("acc_bytes")],
-        },
-        "beginning": {  # an index in place of a text makes lm-eval use the choices as contexts
-            "output_type": "multiple_choice",
-            "doc_to_text": "gold",
-            "doc_to_choice": "answers",
-            "doc_to_target": "prompt",
-            "metric_list": [_mean("acc")],
-        },
-        "word": {
-            "output_type": "loglikelihood",
-            "doc_to_text": "prompt",
-            "doc_to_target": lambda record: benchmark.delimiter + record["answers"][0],
-            "metric_list": [_mean("acc"), {"metric": "perplexity", "aggregation": "perplexity"}],
-        },
-        "solution": {
-            "output_type": "generate_until",
-            "doc_to_text": "prompt",
-            "doc_to_target": lambda record: record["answers"][1],
-            "generation_kwargs": {"until": ["Problem:"], "do_sample": False, "max_gen_toks": longest_solution},
-            "process_results": _judge,
-            "metric_list": [_mean("exact_match")],
-        },
-    }[benchmark.kind]
-    return ConfigurableTask(
-        config={
-            "task": name,
-            "custom_dataset": lambda **_: {"test": Dataset.from_list(records)},
-            "test_split": "test",
-            "target_delimiter": benchmark.delimiter,
-            "num_fewshot": 0,  # the prompts already contain their examples
-            **scoring,
-        }
+def _answers(name: str, tasks: dict[str, Any], config: EvalConfig) -> tuple[dict[str, Samples], str]:
+    model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, log=_log)
+    lm = LMEvalModel(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=config.batch_size,
+        max_length=config.window,
+        softmax_dtype="float32",
     )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or lm.max_length
+    if lm.max_length > longest:
+        raise LabError(f"window must be at most {longest}, the longest context of {name}, got {config.window}")
+    for task in tasks.values():
+        if task.OUTPUT_TYPE == "generate_until":
+            most = {"max_gen_toks": min(512, lm.max_length // 2)}
+            task.set_config("generation_kwargs", most, update=True)
+    _log(f"{name}: {', '.join(tasks)}")
+    version = f"{identify_model(source, tokenizer.name_or_path)} {lm.max_length} {model.dtype}"
+    with _saved_answers(lm, config.output, version) as answering:
+        report: Any = run_tasks(answering, {"tasks": tasks}, limit=config.limit, bootstrap_iters=0)
+    found = report["samples"]
+    for task, samples in found.items():
+        samples.sort(key=lambda sample: sample["doc_id"])
+        _report_cut_prompts(task, samples, lm)
+    return found, source
 
 
-def _mean(metric: str) -> dict[str, Any]:
-    return {"metric": metric, "aggregation": "mean", "higher_is_better": True}
-
-
-def _judge(record: dict[str, Any], responses: list[str]) -> dict[str, float]:
-    """Score 1 if the content of the last \\boxed{} equals the answer after lm-eval's normalization, otherwise 0."""
-    from lm_eval.tasks.hendrycks_math.utils import is_equiv, last_boxed_only_string, remove_boxed
-
-    boxed = last_boxed_only_string(responses[0])
+@contextmanager
+def _saved_answers(lm: Any, output: Path | None, version: str) -> Iterator[Any]:
+    """Save answers in NAME.VERSION.answers beside the report, as lm-eval does, but as JSON in place of pickles."""
+    if output is None:
+        yield lm
+        return
+    path = output.with_name(f"{output.stem}.{hashlib.sha256(version.encode()).hexdigest()[:16]}.answers")
+    if path.exists() and path.read_bytes()[:16] not in (b"", b"SQLite format 3\0"):
+        raise LabError(f"output: {path} must hold answers of this command, as SQLite; remove it")
+    cached = CachingLM(lm, str(path))
+    cached.dbdict.encode, cached.dbdict.decode = json.dumps, json.loads
     try:
-        found = None if boxed is None else remove_boxed(boxed)
-    except AssertionError:  # "\\fbox{", or an unclosed brace
-        found = None
-    return {"exact_match": float(found is not None and is_equiv(found, record["answers"][1]))}
+        yield cached
+    finally:
+        cached.dbdict.close()
+
+
+def _report_cut_prompts(task: str, samples: Samples, lm: Any) -> None:
+    def room(arguments: tuple[Any, ...]) -> int:
+        generated = arguments[1]["max_gen_toks"] if isinstance(arguments[1], dict) else -1  # the last token is no input
+        return lm.max_length - generated
+
+    def text(arguments: tuple[Any, ...]) -> str:
+        return arguments[0] + (arguments[1] if isinstance(arguments[1], str) else "")
+
+    requests = [max(sample["arguments"], key=lambda each: len(text(each))) for sample in samples]
+    cut = sum(len(lm.tok_encode(text(each))) > room(each) for each in requests)
+    if cut:
+        _log(f"{task}: to fit into {lm.max_length} tokens, {cut:,} of {len(samples):,} prompts lost their beginning")
+
+
+def scores(task: Any, samples: Samples) -> dict[str, Any]:
+    """Return the scores of a model on a benchmark.
+
+    Returns:
+        "metric", the name of the task's first metric, with its mean "score" and "stderr" over "items"; the other
+        metrics, as lm-eval aggregates them; "macro", the mean of the subjects' scores if there are several subjects.
+    """
+    metric, *others = (each["metric"] for each in task.config.metric_list)
+    score = mean_of([float(sample[metric]) for sample in samples])
+    numbers: dict[str, Any] = {"metric": metric, "score": score.mean, "stderr": score.stderr, "items": score.n}
+    for other in others:
+        numbers[other] = float(task.aggregation()[other]([sample[other] for sample in samples]))
+    subjects = defaultdict(list)
+    for sample in samples:
+        subjects[sample["doc"].get("subject")].append(float(sample[metric]))
+    if len(subjects) > 1:
+        numbers["macro"] = float(np.mean([np.mean(values) for values in subjects.values()]))
+    return numbers
+
+
+def _chance(task: Any, samples: Samples) -> float:
+    """Return the expected score of random guessing: 0 for benchmarks without answers to choose from."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return 0.0
+    return float(np.mean([1 / len(sample["arguments"]) for sample in samples]))
+
+
+def average(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the mean of the eight scores of Table 2, with its error for independent tasks; None if one is missing."""
+    if not set(PAPER) <= set(tasks):
+        return None
+    errors = [tasks[name]["stderr"] for name in PAPER]
+    stderr = None if None in errors else math.hypot(*errors) / len(PAPER)
+    return {"score": float(np.mean([tasks[name]["score"] for name in PAPER])), "stderr": stderr}
+
+
+def _differences(tasks: dict[str, Any], ours: dict[str, Samples], theirs: dict[str, Samples]) -> dict[str, Any]:
+    pairs = {}
+    for name, task in tasks.items():
+        metric = task.config.metric_list[0]["metric"]
+        pairs[name] = [np.array([float(each[metric]) for each in side[name]]) for side in (ours, theirs)]
+    return {"tasks": {name: compare(*pair) for name, pair in pairs.items()}, "average": compare_averages(pairs)}
+
+
+def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
+    """Compare two models on the same questions.
+
+    Args:
+        ours, theirs: (questions,) 1 for a correct answer and 0 for a wrong one, in the same order.
+
+    Returns:
+        "difference" of the scores with "low" and "high", its 95 % interval by a bootstrap over pairs (percentiles of
+        10,000 resamples); "only_first" and "only_second", the numbers of questions that only that model answers
+        correctly; "p", the p-value of McNemar's exact test.
+    """
+    from scipy.stats import binomtest  # takes half a second to import
+
+    only_first, only_second = int(np.sum(ours > theirs)), int(np.sum(ours < theirs))
+    p = binomtest(only_first, only_first + only_second).pvalue if only_first + only_second else 1.0
+    interval = _interval(float(np.mean(ours) - np.mean(theirs)), _resampled(ours, theirs))
+    return {**interval, "only_first": only_first, "only_second": only_second, "p": float(p)}
+
+
+def compare_averages(pairs: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Any] | None:
+    """Compare the averages of two models (see `average`) by a bootstrap over the pairs within each benchmark."""
+    if not set(PAPER) <= set(pairs):
+        return None
+    difference = float(np.mean([np.mean(pairs[name][0]) - np.mean(pairs[name][1]) for name in PAPER]))
+    draws = [_resampled(*pairs[name], seed=seed) for seed, name in enumerate(PAPER)]
+    return _interval(difference, np.mean(draws, axis=0))
+
+
+def _resampled(ours: np.ndarray, theirs: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """Return the difference in each bootstrap resample of the pairs.
+
+    A pair differs by -1, 0 or 1, so the counts of the three values in a resample follow a multinomial distribution.
+    """
+    counts = np.array([np.sum(ours < theirs), np.sum(ours == theirs), np.sum(ours > theirs)])
+    drawn = np.random.default_rng(seed).multinomial(len(ours), counts / len(ours), size=_RESAMPLES)
+    return (drawn[:, 2] - drawn[:, 0]) / len(ours)
+
+
+def _interval(difference: float, resampled: np.ndarray) -> dict[str, float]:
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return {"difference": difference, "low": float(low), "high": float(high)}
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    """Format the report for the terminal, as a list of lines."""
+    models, chance = report["models"], report["chance"]
+    rows = [("task", "items", "chance", *(model["name"] for model in models))]
+    for task, expected in chance.items():
+        found = [model["tasks"][task] for model in models]
+        rows.append((task, f"{found[0]['items']:,}", f"{100 * expected:.1f}", *map(_percent, found)))
+    if models[0]["average"] is not None:
+        rows.append(("average of the eight", "", "", *(_percent(model["average"]) for model in models)))
+    lines = [as_text(rows)]
+    for difference in report["differences"]:
+        rows = [("task", "difference", "95 % interval", "only first", "only second", "McNemar's p")]
+        for task, found in difference["tasks"].items():
+            counts = (f"{found['only_first']:,}", f"{found['only_second']:,}", f"{found['p']:.2g}")
+            rows.append((task, *_points(found), *counts))
+        if difference["average"] is not None:
+            rows.append(("average of the eight", *_points(difference["average"]), "", "", ""))
+        lines += ["", f"{difference['name']} minus {difference['minus']}, percentage points", as_text(rows)]
+    return [*lines, "", f"percent correct, ± one standard error; questions from {report['data']}"]
+
+
+def _percent(found: dict[str, Any]) -> str:
+    error = "" if found["stderr"] is None else f" ± {100 * found['stderr']:.2f}"
+    return f"{100 * found['score']:.2f}{error}"
+
+
+def _points(found: dict[str, Any]) -> tuple[str, str]:
+    difference, low, high = (f"{100 * found[name]:+.2f}" for name in ("difference", "low", "high"))
+    return difference, f"{low} to {high}"

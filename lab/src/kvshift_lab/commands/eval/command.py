@@ -1,4 +1,4 @@
-"""`kvshift eval`: evaluate models on a text, on benchmarks, or by the repetition in their continuations."""
+"""`kvshift eval`: evaluate models on a text or on benchmarks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from kvshift_lab.run.loading import find_device
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """Run the evaluation, print its table and return the report, which is also written to `config.output`.
 
-    The options select the measure: benchmarks with `config.tasks` (`benchmarking`), repetition with
-    `config.repetition` (`continuations`), otherwise the loss on a text (`text_scores`).
+    The options select the measure: benchmarks with `config.tasks`, otherwise the loss on a text (`text_scores`).
 
     Raises:
         LabError: The options, text, data or a model cannot be used (exit code 2), or memory runs out (3).
     """
     config.check()
     if config.tasks:
-        from kvshift_lab.commands.eval import benchmarking as measured
-    elif config.repetition:
-        from kvshift_lab.commands.eval import continuations as measured
+        from kvshift_lab.commands.eval import benchmarks as measured
     else:
         from kvshift_lab.commands.eval import text_scores as measured
     device = find_device(config.device)
@@ -36,7 +33,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     try:
         report = measured.measure(config)
     except torch.OutOfMemoryError as error:
-        window = "" if config.tasks or config.repetition else f" or window (now {config.window or 'the default'})"
+        window = "" if config.tasks else f" or window (now {config.window or 'the default'})"
         smaller = f"Give a smaller batch_size (now {config.batch_size}){window}"
         raise RunFailedError(f"out of memory: {error}. {smaller}") from error
     report |= {"options": to_json(config), "environment": environment(device, processes=1)}
