@@ -22,12 +22,13 @@ from kvshift_lab.commands.eval import benchmarks
 from kvshift_lab.commands.eval.benchmarks import PAPER, TASKS
 from kvshift_lab.commands.eval.command import evaluate
 from kvshift_lab.commands.eval.options import EvalConfig
-from kvshift_lab.core.errors import LabError, install_command
+from kvshift_lab.core.errors import LabError, RunFailedError, install_command
 from kvshift_lab.data.files import file_digest
 from kvshift_lab.variants.by_name import find_variant
 from kvshift_lab.variants.variant import ModelVariant
 
 from ...generation_cases import SHAPE, save_model, tokenizer
+from ...run_cases import disk_of
 
 LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions get half of these tokens
 
@@ -160,6 +161,15 @@ def test_a_file_of_answers_that_is_none(shifted, mini, tmp_path):
     path.write_text("not a database")
     with pytest.raises(LabError, match=r"output: .*\.answers must hold answers of this command, as SQLite; remove it"):
         evaluated(shifted, mini, tmp_path / "eval.json")
+
+
+def test_a_disk_that_fills_up(shifted, mini, tmp_path):
+    """What was answered before is kept, and the same command continues."""
+    output = tmp_path / "eval.json"
+    with disk_of(2**14), pytest.raises(RunFailedError, match=r"output: writing to .*answers failed: "):
+        evaluated(shifted, mini, output, tasks=("mmlu", "mmlu_cloze", "hellaswag"))
+    assert not output.exists()
+    evaluated(shifted, mini, output, tasks=("mmlu", "mmlu_cloze", "hellaswag"))
 
 
 # Every model that the lab knows

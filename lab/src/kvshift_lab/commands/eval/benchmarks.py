@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import numpy as np
 
 from kvshift_lab.analysis.tables import as_text
 from kvshift_lab.commands.eval.options import EvalConfig
-from kvshift_lab.core.errors import LabError, install_command, nearest
+from kvshift_lab.core.errors import LabError, RunFailedError, install_command, nearest
 from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.core.statistics import mean_of
 from kvshift_lab.data.config import SHARED_DATA_ENV
@@ -168,9 +169,12 @@ def _saved_answers(lm: Any, output: Path | None, version: str) -> Iterator[Any]:
     cached = CachingLM(lm, str(path))
     cached.dbdict.encode, cached.dbdict.decode = json.dumps, json.loads
     try:
-        yield cached
-    finally:
-        cached.dbdict.close()
+        try:
+            yield cached
+        finally:
+            cached.dbdict.close()
+    except sqlite3.Error as error:
+        raise RunFailedError(f"output: writing to {path} failed: {error}; the answers before are kept") from error
 
 
 def _report_cut_prompts(task: str, samples: Samples, lm: Any) -> None:
