@@ -29,6 +29,7 @@ from kvshift_lab.variants.variant import ModelVariant
 
 from ...generation_cases import SHAPE, save_model, tokenizer
 from ...run_cases import disk_of
+from .benchmark_cases import write_benchmarks
 
 LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions get half of these tokens
 
@@ -235,6 +236,13 @@ def test_what_is_refused_before_a_model_is_loaded(options, message, shifted, min
     monkeypatch.setattr(benchmarks, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
     with pytest.raises(LabError, match=message):
         evaluate(EvalConfig(**{"model": str(shifted), "data": str(mini), "tasks": ("hellaswag",)} | options))
+
+
+def test_an_answer_that_is_longer_than_the_window(model_folder, tmp_path):
+    path = write_benchmarks(tmp_path) / "lambada" / "lambada_openai.jsonl"
+    path.write_text(json.dumps({"context": "to be", "continuation": "x" * 65}))
+    with pytest.raises(LabError, match="window must be at least 66, the length of the answer ' xxx"):
+        evaluated(model_folder, tmp_path, tasks=("lambada",))
 
 
 def test_a_window_that_is_too_long(shifted, mini):

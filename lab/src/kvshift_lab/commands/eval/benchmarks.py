@@ -56,7 +56,7 @@ Samples = Sequence[Mapping[str, Any]]  # lm-eval's record of each question, with
 
 
 class LMEvalModel(_HFLM):
-    """lm-eval's model for transformers, which generates without a cache for variants that do not support one."""
+    """lm-eval's model for transformers: variants that support no cache generate without, long answers are refused."""
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
         generate = self.model.generate
@@ -67,6 +67,12 @@ class LMEvalModel(_HFLM):
             return super()._model_generate(context, max_length, stop, **kwargs)
         finally:
             self.model.generate = generate
+
+    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> Any:
+        (_, answer), _, tokens = max(requests, key=lambda request: len(request[2]))
+        if len(tokens) > self.max_length:
+            raise LabError(f"window must be at least {len(tokens)}, the length of the answer {answer!r:.60}")
+        return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
 
 def measure(config: EvalConfig) -> dict[str, Any]:
