@@ -94,9 +94,10 @@ def _backends() -> Iterator[str]:
     import torch
 
     from kvshift.ops.arguments import Call
+    from kvshift.ops.cpu import next_token as cpu
     from kvshift.ops.cpu.kernel import cpu_unsupported_reason
-    from kvshift.ops.cpu.next_token import next_token_dtypes
     from kvshift.ops.dispatch import choose_backend, fused_path, shift_path
+    from kvshift.ops.triton import next_token as triton
     from kvshift.ops.triton.call import triton_unsupported_reason
 
     def implementation(device: Any, dtype: str, positions: int, rotates: bool) -> str:
@@ -107,8 +108,9 @@ def _backends() -> Iterator[str]:
         path = fused_path(call._replace(q=k, cos=table, sin=table)) if rotates else "unfused"
         if path == "launch":
             return "triton, with rotary embedding in the same launch"
-        if path == "next token" and k.dtype in next_token_dtypes() and k.is_cpu:
-            return "one call of the compiled kernel in models of the Llama, Mistral, Qwen and Baichuan-M1 families"
+        if path == "next token" and k.dtype in (cpu if k.is_cpu else triton).next_token_dtypes():
+            one = "call of the compiled kernel" if k.is_cpu else "launch of a Triton kernel"
+            return f"one {one} in models of the Llama, Mistral, Qwen and Baichuan-M1 families"
         if path == "next token":
             return "a few plain operations, because preparing a launch takes longer"
         path = shift_path(call)

@@ -129,8 +129,8 @@ def test_a_static_cache_that_is_full_is_refused_by_name(launched):
 
 # Operations that only describe memory, or allocate it.
 FREE = {
-    "_unsafe_view", "alias", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select", "slice",
-    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+    "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute",
+    "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
 
 

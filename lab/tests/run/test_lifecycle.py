@@ -131,7 +131,7 @@ def test_interrupt_while_data_are_read(corpus, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvshift_lab.run.train.load_text_data", interrupted)
+    monkeypatch.setattr("kvshift_lab.run.resolve.load_text_data", interrupted)
     with pytest.raises(InterruptedRunError, match=r"interrupted; the same command resumes") as caught:
         train(tiny(corpus, tmp_path / "run"))
     assert caught.value.exit_code == 130

@@ -1,8 +1,8 @@
 """The next token of generation in a few plain operations, bit-identical to `kv_shift`.
 
-On every device, the host takes longer to prepare a kernel launch than to call these operations (docs/findings.md, "What
-a token costs the host"). They handle one token per sequence, with a window of 2 and no gradients. The row of state is
-the previous token:
+This is for what `kvshift.models.next_token` does not compute in one call. On every device, the host takes longer to
+prepare a launch from the arguments of a layer than to call these operations. They handle one token per sequence, with
+a window of 2 and no gradients. The row of state is the previous token:
 
     k_hat = alpha[:, 0] * k + alpha[:, 1] * state.k          v_hat = beta[:, 0] * v + beta[:, 1] * state.v
 

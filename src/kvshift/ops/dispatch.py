@@ -8,7 +8,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, cast
 
 import torch
@@ -25,6 +25,9 @@ BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # the meaning of "auto" in this process
 _UNSUPPORTED_REASONS: dict[str, Any] = {"cpu": cpu_unsupported_reason, "triton": triton_unsupported_reason}
 _KERNEL_TYPES = {"cpu": PLAIN_TENSOR_TYPES, "triton": (*PLAIN_TENSOR_TYPES, torch._subclasses.FakeTensor)}
+
+# By a transform of `torch.func`, which may have ended and left the tensor behind.
+_is_wrapped: Callable[[Tensor], bool] = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor
 
 ShiftPath = Literal["reference", "traceable", "eager", "cpu", "triton"]
 FusedPath = Literal["next token", "reference", "launch", "unfused"]
@@ -71,7 +74,13 @@ def launch_key(call: Call) -> Hashable | None:
     for x in tensors:
         if x is None:
             parts.append(None)
-        elif type(x) not in PLAIN_TENSOR_TYPES or x.layout is not torch.strided or x.is_nested or is_lazy(x):
+        elif (
+            type(x) not in PLAIN_TENSOR_TYPES
+            or x.layout is not torch.strided
+            or x.is_nested
+            or is_lazy(x)
+            or _is_wrapped(x)
+        ):
             return None
         else:
             parts += geometry(x), x.requires_grad
@@ -105,10 +114,10 @@ def shift_path(call: Call) -> ShiftPath:
 def fused_path(call: Call, key: Hashable | None = None) -> FusedPath:
     """Choose how to shift, normalise and rotate: in one launch, or in separate steps.
 
-    The next token of generation uses a few plain operations on every device, because preparing a launch occupies the
-    host for longer (docs/findings.md). Otherwise, one launch is used on CUDA devices, or if the backend "triton" is
-    requested. It is never used if gradients would have to flow through a state or to the rotary tables, if the norms
-    compute anything else than RMSNorm, or if they have hooks.
+    The next token of generation, if `kvshift.models.next_token` does not compute it in one call, uses a few plain
+    operations on every device, because preparing a launch occupies the host for longer. Otherwise, one launch is used
+    on CUDA devices, or if the backend "triton" is requested. It is never used if gradients would have to flow through
+    a state or to the rotary tables, if the norms compute anything else than RMSNorm, or if they have hooks.
 
     Args:
         key: the `launch_key` of the call, for which the answer may be known.

@@ -31,7 +31,8 @@ class Operator:
 
     Attributes:
         launch: the function, for callers that know that all tensors are plain and not lazy, and nothing is recorded.
-        differentiable: the same if gradients are recorded; None without a backward.
+        differentiable: the same if gradients are recorded; None without a backward. It skips what PyTorch does for
+            tensors that `torch.func` wraps or has wrapped.
     """
 
     def __init__(
@@ -53,9 +54,12 @@ class Operator:
         operator.register_fake(fake)
         self.launch = launch
         self.differentiable: Callable[..., Results] | None = None
+        self._apply: Callable[..., Results] | None = None
         if save is not None and backward is not None and traceable_backward is not None:
             operator.register_autograd(backward, setup_context=save)
-            self.differentiable = _differentiable(name, launch, save, backward, traceable_backward)
+            function = _autograd_function(name, launch, save, backward, traceable_backward)
+            self.differentiable = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+            self._apply = function.apply
         self._registered = getattr(torch.ops.kvshift, name)
 
     def __call__(self, *args: Any) -> Results:
@@ -70,18 +74,18 @@ class Operator:
                 lazy = lazy or is_lazy(x)
         if lazy:
             args = tuple(map(_resolve, args))
-        if records and self.differentiable is not None and torch.is_grad_enabled():
-            return self.differentiable(*args)
+        if records and self._apply is not None and torch.is_grad_enabled():
+            return self._apply(*args)
         return self.launch(*args)
 
 
-def _differentiable(
+def _autograd_function(
     name: str,
     launch: Callable[..., Results],
     save: Callable[..., None],
     backward: Callable[..., Results],
     traceable_backward: Callable[..., Results],
-) -> Callable[..., Results]:
+) -> Any:
     """Return `launch` as an autograd function. (With a `setup_context`, PyTorch inspects signatures in every call.)"""
 
     def launch_and_save(ctx: Any, *args: Any) -> Results:
@@ -94,8 +98,7 @@ def _differentiable(
         return (traceable_backward if needs_traceable_ops(*grads) else backward)(ctx, *grads)
 
     members = {"forward": staticmethod(launch_and_save), "backward": staticmethod(backward_of_either)}
-    function: Any = type(name, (torch.autograd.Function,), members)
-    return function.apply
+    return type(name, (torch.autograd.Function,), members)
 
 
 def _resolve(x: Any) -> Any:
