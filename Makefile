@@ -62,7 +62,7 @@ test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/stamp $(VLLM:%=build/vllm-%/stamp)  ## Run the tests that need vLLM, in an environment of its own; VLLM=0.33.0: on the Python of that version
-	@$(VLLM:%=PYTHONPATH=$(CURDIR)/build/vllm-%) TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no -m 'not slow' tests/vllm $(ARGS)
+	@PYTHONPATH=$(CURDIR)/lab/src$(VLLM:%=:$(CURDIR)/build/vllm-%) TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no -m 'not slow' tests/vllm $(ARGS)
 
 .PHONY: test-titan
 test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an environment of its own
@@ -91,7 +91,7 @@ check: .venv/stamp  ## Check lint, format, types, import contract and that print
 	@.venv/bin/python -m kvshift_lab.recipes.results_pages --check
 	@.venv/bin/python -m tests.models.retrofit.matrix --check
 	@.venv/bin/python -m kvshift_lab.check.check_page --check
-	@.venv/bin/python -m kvshift_lab.benchmarks.serving_page --check
+	@.venv/bin/python benchmarks/report.py --check
 
 .PHONY: docs
 docs: .venv/stamp  ## Build the documentation as a site, in build/site; warnings are errors
@@ -114,8 +114,7 @@ notebooks: .venv/stamp  ## Make the notebooks in examples/notebooks/ from the sc
 results: .venv/stamp  ## Make docs/results.md and all figures from results/
 	@.venv/bin/python -m kvshift_lab.recipes.results_pages
 	@.venv/bin/python -m kvshift_lab.check.check_page
-	@.venv/bin/python -m kvshift_lab.benchmarks.serving_page
-	@.venv/bin/python -m kvshift_lab.benchmarks.bench_report results/bench/*
+	@.venv/bin/python benchmarks/report.py
 
 .PHONY: induction
 induction: .venv/stamp  ## Make and open the page that explains KV shift in a minute
@@ -123,8 +122,10 @@ induction: .venv/stamp  ## Make and open the page that explains KV shift in a mi
 	@.venv/bin/kvshift explore docs/induction/without docs/induction/with --explain --out build/induction-page --open
 
 .PHONY: bench
-bench: .venv/stamp  ## Measure operator, layer and models beside their baselines: ARGS='--preset smoke'
-	@.venv/bin/kvshift bench $(ARGS)
+bench: .venv/stamp  ## Measure operator, layer, models and memory beside their baselines, into build/bench: ARGS='--preset smoke'
+	@for program in kv_shift 'kv_shift --sweep' layer model memory; do \
+		set -- $$program; .venv/bin/python benchmarks/$$1.py $$2 --out build/bench $(ARGS) || exit; done
+	@.venv/bin/python benchmarks/report.py build/bench
 
 .PHONY: bench-tasks
 bench-tasks: .venv/stamp  ## Measure how fast the tasks make their batches, beside a training step
@@ -218,8 +219,8 @@ $(BETWEEN)/stamp $(OLD_TRITON)/stamp:
 
 # Plain pip adds three packages that vLLM's models of images and speech would use; built for another torch, they fail when
 # they are imported, and vLLM with them.
-.venv-vllm/stamp: pyproject.toml lab/pyproject.toml constraints-vllm.txt $(KERNEL)
-	$(call install,constraints-vllm.txt,-e '.[test-vllm]' -e ./lab)
+.venv-vllm/stamp: pyproject.toml constraints-vllm.txt $(KERNEL)
+	$(call install,constraints-vllm.txt,-e '.[test-vllm]')
 	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 
 # A version without a build for CPUs: its Python code, with the compiled code of the version that has one.

@@ -25,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from exact import use_backend
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
 from torch._guards import detect_fake_mode
@@ -42,7 +43,6 @@ from kvshift.models.decoder import ShiftedDecoder
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.ops import attention_inputs
 from kvshift.ops.triton import call as triton_call
-from kvshift_lab.benchmarks.float64_parity import use_backend
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.json_lines import write_lines
 from kvshift_lab.core.options import digest

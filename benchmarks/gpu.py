@@ -17,7 +17,7 @@ $OUT/steps.log              output of the steps
 $OUT/tests.jsonl            a line for each finished test
 $OUT/host.jsonl             host time of small calls
 $OUT/tuning.json            launch parameters of the Triton kernels, sorted by time
-$OUT/bench-STEP/rows.jsonl, table.md, plot.svg, plot.png
+$OUT/bench-STEP/rows.jsonl, table.md, plot.svg
 """
 
 from __future__ import annotations
@@ -55,23 +55,9 @@ class Step:
     results: Path | None = None
 
 
-def bench_code(out: Path, *parts: str, dry: bool = False, **options: object) -> tuple[str, ...]:
-    """Return a command that calls the benchmark from Python, because the command line needs tyro."""
-    given = {"parts": parts, "preset": "paper", "device": "cuda", "layers": 8, **options}
-    if dry:
-        given |= {"preset": "smoke", "device": "cpu", "rounds": 2, "cases": ()}
-    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from kvshift_lab.benchmarks.bench import BenchConfig, bench\n"
-        "from kvshift_lab.core.errors import LabError\n"
-        "try:\n"
-        f"    bench(BenchConfig(out=Path({str(out)!r}), {arguments}))\n"
-        "except LabError as error:\n"
-        "    sys.exit(str(error))\n"
-    )
-    return sys.executable, "-c", code
+def program(name: str, *arguments: str) -> tuple[str, ...]:
+    """Return a command that runs another program in this folder."""
+    return sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments
 
 
 def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] = (), *, dry: bool = False) -> Step:
@@ -116,22 +102,26 @@ def steps(out: Path, names: tuple[str, ...] = STEPS, *, dry: bool = False) -> li
     op         the operator at the second shape of the paper's sizes
     """
 
-    def bench(name: str, *parts: str, **options: object) -> tuple[tuple[str, ...]]:
-        return (bench_code(out / f"bench-{name}", *parts, dry=dry, **options),)
+    def bench(step: str, name: str, *given: str, rounds: int | None = None, cases: tuple[str, ...] = ()) -> Any:
+        """Return the command of a benchmark, whose rows go to a folder of the step."""
+        size = ("--preset", "smoke", "--device", "cpu") if dry else ("--preset", "paper", "--device", "cuda")
+        count = ("--rounds", str(2 if dry else rounds)) if dry or rounds else ()
+        chosen = ("--cases", *cases) if cases and not dry else ()
+        return (program(name, *given, *size, *count, *chosen, "--out", str(out / f"bench-{step}")),)
 
-    launches = (sys.executable, str(ROOT / "benchmarks/launches.py"), "--out", str(out / "host.jsonl"))
-    tuning = (sys.executable, "-m", "kvshift_lab.benchmarks.tilings", "--out", str(out / "tuning.json"))
+    launches = program("launches", "--out", str(out / "host.jsonl"))
+    tuning = program("tilings", "--out", str(out / "tuning.json"), "--seconds", "50")
     found = {
         "tests": sharded_tests(out, 110, processes=min(16, os.cpu_count() or 1), dry=dry),
-        "decode": Step("decode", bench("decode", "decode", rounds=8, cases=("2.9B",)), 170),
+        "decode": Step("decode", bench("decode", "model", "decode", rounds=8, cases=("2.9B",)), 170),
         "host": Step("host", (launches,), 20),
-        "train": Step("train", bench("train", "train", rounds=10, cases=("2.9B", "compiled")), 110),
+        "train": Step("train", bench("train", "model", "train", rounds=10, cases=("2.9B", "compiled")), 110),
         "layer": Step("layer", bench("layer", "layer", cases=("forward and backward",)), 40),
         "memory": Step("memory", bench("memory", "memory"), 30),
-        "op": Step("op", bench("op", "op", cases=("(16, 2048, 16, 64)",)), 50),
-        "prefill": Step("prefill", bench("prefill", "prefill"), 60),
-        "tuning": Step("tuning", ((*tuning, "--seconds", "50"),), 60),
-        "sweep": Step("sweep", bench("sweep", "sweep"), 30),
+        "op": Step("op", bench("op", "kv_shift", cases=("(16, 2048, 16, 64)",)), 50),
+        "prefill": Step("prefill", bench("prefill", "model", "prefill"), 60),
+        "tuning": Step("tuning", (tuning,), 60),
+        "sweep": Step("sweep", bench("sweep", "kv_shift", "--sweep"), 30),
     }
     return [found[name] for name in names]
 
@@ -200,19 +190,17 @@ def count_tests(results: list[dict[str, Any]]) -> str:
 
 
 def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
-    """Return the outcomes of the steps and a summary of the benchmark's rows."""
+    """Return the outcomes of the steps and a summary of the rows."""
     lines = [f"{name:<14} {seconds:6.0f} s  {what}" for name, what, seconds in said]
     sys.path[:0] = SOURCES
-    from kvshift_lab.benchmarks.bench_report import short, write
+    from report import short, write
 
     for row in complete_lines(out / "host.jsonl"):
         numbers = [f"{row[name]:.1f} us {name}" for name in ("microseconds", "without keeping") if name in row]
         lines.append(f"host: {row['call']}: {row.get('problem') or ', '.join(numbers)}")
     for path in sorted(out.glob("bench*/rows.jsonl")):
-        rows = complete_lines(path)
-        if rows:
-            write(path.parent, rows)
-            lines += ["", f"{path.parent.name}", short(rows)]
+        write(path.parent)
+        lines += ["", f"{path.parent.name}", short(complete_lines(path))]
     return "\n".join(lines)
 
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from allocated import peak_bytes
 from torch import Tensor
 
-from kvshift_lab.benchmarks.peak import peak_bytes
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.json_lines import write_lines
 from kvshift_lab.variants.building import build_model, describe

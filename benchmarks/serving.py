@@ -1,9 +1,11 @@
 """Measure the cost of the shift in a server: vLLM with kvshift's plugin against vLLM's own Llama of the same shape.
 
+    export PYTHONPATH=lab/src
     python benchmarks/serving.py capacity --out results/serving/capacity.jsonl
     python benchmarks/serving.py speed --out results/serving/speed.jsonl      on an idle machine
 
-It runs in the environment of `make test-vllm` and reads neither weights nor a tokenizer.
+It runs in the environment of `make test-vllm`, where the lab is not installed. It reads neither weights nor a
+tokenizer.
 
 "capacity" is counted, not timed: vLLM's own code for its KV cache computes how many requests of a length fit in a pool,
 including all reserves, for layers with and without raw keys and values in the pages. "share" is the fraction of the
@@ -36,11 +38,11 @@ from kvshift import ShiftOptions
 from kvshift.models.baichuan_m1 import BaichuanM1Config
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit import add_kv_shift
-from kvshift_lab.benchmarks.serving_page import BASELINE, CONTROL
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.json_lines import write_lines
 from kvshift_lab.core.timing import quartiles
 
+BASELINE, CONTROL = "vLLM's Llama", "vLLM's Llama, a second engine"
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 2048,

@@ -150,7 +150,7 @@ def test_version(capsys):
 def test_an_unknown_command_is_named_beside_those_there_are(capsys):
     assert cli.main(["trian"]) == 2
     said = capsys.readouterr().err
-    there = "compare, train, generate, eval, reproduce, analyze, explore, bench, check, retrofit"
+    there = "compare, train, generate, eval, reproduce, analyze, explore, check, retrofit"
     assert said == f"kvshift: there is no command 'trian'; the commands are {there}, export\n"
 
 

@@ -9,12 +9,12 @@ import kvshift_lab
 
 TESTS = Path(__file__).parent
 SOURCE = Path(kvshift_lab.__file__).parent
-OF_THE_LIBRARY = {"lens"}  # integrations of the library, tested through the lab
+APART = {"benchmarks", "lens"}  # programs beside the lab; an integration of the library, tested through the lab
 
 
 def test_folders_of_tests_are_folders_of_the_package():
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
-    assert {str(folder) for folder in folders if not (SOURCE / folder).is_dir()} == OF_THE_LIBRARY
+    assert {str(folder) for folder in folders if not (SOURCE / folder).is_dir()} == APART
 
 
 def test_no_test_of_the_library_needs_the_lab():

@@ -106,12 +106,6 @@ _COMMANDS = {
         "kvshift_lab.commands.explore.command:explore",
         "kvshift explore runs/mine --out mine-in-a-page --open",
     ),
-    "bench": _Command(
-        "Measure time and memory against baselines",
-        "kvshift_lab.benchmarks.bench_config:BenchConfig",
-        "kvshift_lab.benchmarks.bench:bench",
-        "kvshift bench --parts op layer --preset smoke --out runs/bench",
-    ),
     "check": _Command(
         "Test a model: packed documents, padding, caches, generation",
         "kvshift_lab.commands.check.options:CheckConfig",

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvshift_lab.benchmarks import serving_page
 from kvshift_lab.check import check_page
+
+from ..benchmarks.scripts import script
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("made", [check_page, serving_page], ids=["check", "serving"])
+@pytest.mark.parametrize("made", [check_page, script("report")], ids=["check", "serving"])
 def test_a_made_page(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,10 @@ import torch
 
 from kvshift.ops.triton.call import triton_unsupported_reason
 from kvshift.ops.triton.launch import TILING, Tiling
-from kvshift_lab.benchmarks import tilings
+
+from .scripts import script
+
+tilings = script("tilings")
 
 
 @pytest.mark.parametrize("kernel", TILING)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift_lab.benchmarks.peak import peak_bytes
 from kvshift_lab.variants.building import build_model, describe
 from kvshift_lab.variants.by_name import with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 from kvshift_lab.variants.selective_attention import selective_attention, selective_attention_full
 from kvshift_lab.variants.small_gpt2 import GPT2Options
 
+from ..benchmarks.scripts import script
 from .layouts import LAYOUTS, given
 
 HEADS, KV_HEADS, SIZE, SCALING = 6, 3, 5, 0.4
@@ -152,7 +152,7 @@ def test_memory_grows_with_the_context(axis: Any) -> None:
         inputs = [x.requires_grad_() for x in heads(1, length, torch.float32)]
         step = lambda inputs=inputs: selective_attention(*inputs, scaling=SCALING, axis=axis).sum().backward()  # noqa: E731
         step()
-        peaks.append(peak_bytes(step, torch.device("cpu")))
+        peaks.append(script("allocated").peak_bytes(step, torch.device("cpu")))
     assert abs((peaks[2] - peaks[1]) / (peaks[1] - peaks[0]) - 1) < 0.05
 
 

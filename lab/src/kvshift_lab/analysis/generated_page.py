@@ -18,10 +18,10 @@ def write_or_check(
     markers: Sequence[str],
     generate: Callable[[], str],
 ) -> int:
-    """Run `python -m program [--check]` and return the exit code.
+    """Run `program [--check]` and return the exit code.
 
     Args:
-        program: Name of the module, for messages.
+        program: The command, for messages.
         arguments: Empty to write the page; ["--check"] to write nothing and fail if the page is out of date.
         page, results: Paths relative to the working directory; `results` is only named in messages.
         markers: Lines of the page between which the generated text is placed. With a single marker, the generated text
@@ -29,7 +29,7 @@ def write_or_check(
         generate: Generates the text. If it raises a LabError, the error is printed and the page stays unchanged.
     """
     if list(arguments) not in ([], ["--check"]):
-        print(f"usage: python -m {program} [--check], got {' '.join(arguments)}", file=sys.stderr)
+        print(f"usage: {program} [--check], got {' '.join(arguments)}", file=sys.stderr)
         return 2
     old = page.read_text(encoding="utf-8")
     try:

@@ -38,7 +38,7 @@ def render_tables(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Write or check the page, and return the exit code."""
     return write_or_check(
-        "kvshift_lab.check.check_page",
+        "python -m kvshift_lab.check.check_page",
         arguments,
         PAGE,
         RESULTS,

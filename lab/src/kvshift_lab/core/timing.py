@@ -5,7 +5,7 @@ implementations one after the other. It gives a time for each of them and a rati
 results are medians over rounds. `torch.utils.benchmark` and `triton.testing.do_bench` cannot do this: each times one
 function from start to end. They are also unsuitable for timing single calls within a round: `Timer.timeit` makes two
 more calls before each timed call, which triples the work for training steps, and `do_bench` clears the cache and waits
-before each call. Where times are not compared by round (`kvshift_lab.benchmarks.tilings`), `do_bench` is used.
+before each call. Where times are not compared by round (`benchmarks/tilings.py`), `do_bench` is used.
 """
 
 from __future__ import annotations

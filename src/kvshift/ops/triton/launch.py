@@ -40,7 +40,7 @@ class Tiling:
     """Number of warps of a program."""
 
 
-# The tiling of each kernel; `kvshift_lab.benchmarks.tilings` measures others on the current device.
+# The tiling of each kernel; `benchmarks/tilings.py` measures others on the current device.
 TILING = {
     "forward": Tiling(),
     "backward": Tiling(elements=2048),

@@ -1,7 +1,7 @@
 """Time of a training step of several models, measured side by side.
 
 The times of successive runs are not comparable, because other work on the machine, the clock rate and the temperature
-of the CPU differ. Here all models are in one process and take turns on the same sequences, as in `kvshift bench`
+of the CPU differ. Here all models are in one process and take turns on the same sequences, as in `benchmarks/`
 (`kvshift_lab.core.timing`).
 """
 

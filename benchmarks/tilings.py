@@ -1,6 +1,6 @@
 """Find the fastest `Tiling` of each Triton kernel on this device.
 
-    python -m kvshift_lab.benchmarks.tilings [--out FILE] [--seconds S]
+    python benchmarks/tilings.py [--out FILE] [--seconds S]
 
 For every kernel of `kvshift.ops.triton.launch.TILING` it times candidates at the shapes of docs/performance.md and
 prints the one whose worst slowdown over the shapes, relative to the best candidate at each shape, is smallest. The

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from kvshift.layers import KVShift
-from kvshift_lab.benchmarks.float64_parity import use_backend
 from tests.models.llama.tiny import random_tokens, tiny_model
+
+from .scripts import script
+
+use_backend = script("exact").use_backend
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])

@@ -1,1 +1,0 @@
-"""Level 5: the measurements of `kvshift bench`: operator, layer and models, compared with baselines in one process."""
