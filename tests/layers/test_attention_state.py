@@ -274,5 +274,3 @@ def test_a_state_of_another_layer_is_refused(options, changed, message):
     _, state = make()(tokens(B, T))
     with pytest.raises(ValueError, match=message):
         make(**options)(**{"x": tokens(B, 1), "state": state, **changed})
-    with pytest.raises(TypeError, match="state must be an AttentionState or None, got ShiftState"):
-        make()(tokens(B, 1), state=state.shift)

@@ -144,20 +144,15 @@ def test_neither_accelerate_nor_transformers_is_needed(two, monkeypatch):
     assert sequence_parallelism() is None
 
 
-def test_the_layer_refuses(two, monkeypatch):
-    layer, x = make(GQA), tokens(B, T)
-    plain = make(GQA, shift_targets=())
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_the_layer_refuses(two, monkeypatch, compiled: bool):
+    layer, plain, x = make(GQA), make(GQA, shift_targets=()), tokens(B, T)
+    if compiled:
+        layer = torch.compile(layer, backend="eager")
     monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", ParallelismConfig(cp_size=2))
     with pytest.raises(ValueError, match=r"KV shift is not supported with context parallelism .*another process.*DDP"):
         layer(x)
     plain(x)
-
-
-def test_a_compiled_layer_refuses(two, monkeypatch):
-    layer = torch.compile(make(GQA), backend="eager")
-    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", ParallelismConfig(cp_size=2))
-    with pytest.raises(ValueError, match=r"KV shift is not supported with context parallelism"):
-        layer(tokens(B, T))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo instantiates them

@@ -49,6 +49,7 @@ def write_run(
             "out": str(folder),
             "seed": seed,
             "steps": steps,
+            "tokens_per_step": tokens_per_step,
             "model": {"hidden_size": 53, "variant": variant, "shift_targets": list(shift_targets)},
             "data": {"corpus": "tinyshakespeare"},
             "config_hash": f"0f3a{len(shift_targets)}",

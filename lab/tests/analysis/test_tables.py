@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvshift_lab.analysis.tables import as_text
+from kvshift_lab.analysis.tables import as_markdown, as_text
 
 NUMBERS = [("model", "first", "second", "third"), ("a", "1", "22", "333"), ("longer", "4,444", "5", "6")]
 WORDS = [("name", "cost"), ("short", "one two three four five six seven"), ("b", "-")]
@@ -52,3 +52,17 @@ def test_a_column_wider_than_all_stands_alone():
     rows = [("model", "parameters", "tokens"), ("m", "1", "2")]
     text = as_text(rows, width=5)
     assert text.split("\n\n") == ["model  parameters\nm               1", "model  tokens\nm           2"]
+
+
+def test_text_and_markdown():
+    rows = [("", "vanilla", "KV-shift", "difference"), ("loss", "3.25", "3.125", "-0.125")]
+    assert as_text(rows, rule=True).splitlines() == [
+        "      vanilla  KV-shift  difference",
+        "-----------------------------------",
+        "loss     3.25     3.125      -0.125",
+    ]
+    assert as_markdown(rows).splitlines() == [
+        "|  | vanilla | KV-shift | difference |",
+        "|---|---:|---:|---:|",
+        "| loss | 3.25 | 3.125 | -0.125 |",
+    ]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import math
-import multiprocessing
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvshift_lab.core.errors import FolderInUseError, LabError, RunFailedError
-from kvshift_lab.core.json_lines import JSONLines, open_locked, read_lines, write_lines
+from kvshift_lab.core.errors import RunFailedError
+from kvshift_lab.core.json_lines import JSONLines, read_lines, write_lines
 
 RECORD, LINE = {"index": 0}, b'{"index": 0}\n'
 
@@ -121,39 +119,6 @@ def test_a_number_that_json_cannot_hold_changes_nothing(tmp_path: Path) -> None:
     with JSONLines(tmp_path / "lines") as file, pytest.raises(ValueError, match="JSON"):
         file.append([RECORD, {"loss": math.inf}])
     assert (tmp_path / "lines").read_bytes() == b""
-
-
-def _append(path: Path, number: int, ready: Callable[[], Any]) -> None:
-    ready()
-    for index in range(50):
-        while True:
-            try:
-                with open_locked(path, "out", sync_seconds=math.inf) as file:
-                    file.truncate_to(file.read())
-                    file.append([{"process": number, "index": index}])
-                break
-            except FolderInUseError:
-                continue
-
-
-def test_processes_that_write_to_one_file(tmp_path: Path) -> None:
-    path, context = tmp_path / "lines", multiprocessing.get_context("fork")
-    ready = context.Barrier(2)
-    processes = [context.Process(target=_append, args=(path, number, ready.wait)) for number in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    found = [(line["process"], line["index"]) for line in read_lines(path)]
-    assert sorted(found) == [(number, index) for number in range(2) for index in range(50)]
-
-
-def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LabError, match=r"out: .* cannot be written: ") as error, open_locked(tmp_path, "out"):
-        pytest.fail("it is a folder")
-    assert error.value.exit_code == 2
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_that_is_replaced_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

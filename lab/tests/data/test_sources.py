@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -256,6 +257,29 @@ def test_split_for_both_training_and_validation_is_refused(hub, validation):
 def test_fault_of_a_hub_dataset_is_named(hub, options, message, streaming):
     with pytest.raises(LabError, match=message):
         load(corpus="owner/name", streaming=streaming, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train-1.jsonl", b'{"text": "a", "id": 3}\n{"text": oops}\n'),
+        ("train-1.jsonl", b'{"text": "a", "text": "b", "id": 3}\n'),
+        ("train-1.jsonl", b'{"text": "\xff", "id": 3}\n'),
+        ("train-1.jsonl.gz", gzip.compress(b'{"text": "a", "id": 3}\n' * 99)[:-9]),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_damaged_file_of_a_hub_dataset_is_an_error(hub, monkeypatch, streaming, name, content):
+    monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 5)
+    (hub.folder / "train.jsonl").rename(hub.folder / "train-0.jsonl")
+    (hub.folder / name).write_bytes(content)
+
+    def read() -> list[list[str]]:
+        config = DataConfig(corpus="owner/name", streaming=streaming)
+        return [list(sources.texts(part)) for part in load_documents(config)]
+
+    with pytest.raises(LabError, match=r"(cannot be read to its end|from the hub failed): (?!An error occurred)"):
+        read()
 
 
 def test_missing_column_names_the_option_of_the_command(hub):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from kvshift_lab.analysis.colors import BLUE, VERMILLION, shades
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
@@ -46,6 +47,7 @@ def test_figure(name: str, preset: str) -> None:
     if records is None:
         pytest.skip("has not been run to its end")
     figure = find_recipe(name).plot(without_tuning_runs(records))
+    FigureCanvasAgg(figure).draw()
     for label, colors in colors_by_label(figure).items():
         variant = label.partition(",")[0]
         expected = {"vanilla": SHADES[BLUE], "KV-shift": SHADES[VERMILLION]}.get(variant)

@@ -23,6 +23,7 @@ from kvshift_lab.variants.by_name import VARIANTS, find_variant
 from kvshift_lab.variants.model_config import ModelConfig
 from kvshift_lab.variants.small_gpt2 import GPT2Options, LabGPT2Config
 
+from ..analysis.run_folders import write_run
 from ..run_cases import BEFORE_THE_END, assert_same_run, copied, losses, result, tiny, weights
 
 OTHERS = [entry.name for entry in VARIANTS.values() if not entry.shifts and entry.name != "vanilla"]
@@ -99,3 +100,26 @@ def test_what_does_not_take_it_says_so(corpus: Path, finished: Path, tmp_path: P
         LabError, match=r"model\.zero_outputs sets initial weights, but init_from \(.*\) provides all of them"
     ):
         train(tiny(corpus, tmp_path, model={"zero_outputs": True, "hidden_size": None}, init_from=str(finished)))
+
+
+def test_run_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"no finished run \(it has no result\.json\)"):
+        read_run(tmp_path)
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"kind":"train"}\n{"kind":\n')
+    with pytest.raises(LabError, match=r"metrics\.jsonl:2: not a line of JSON"):
+        read_run(folder)
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(LabError, match=r"metrics\.jsonl: cannot be read"):
+        read_run(folder)
+    (folder / "environment.json").write_text("{")
+    with pytest.raises(LabError, match=r"environment\.json: cannot be read"):
+        read_run(folder)
+
+
+def test_the_last_coefficients_count(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", heads=3, layers=2))
+    layers = run.coefficients()
+    assert [sorted(layer) for layer in layers] == [["alpha", "beta"]] * 2
+    assert layers[1]["alpha"] == [[pytest.approx(0.51 + 0.1 * head), -0.25] for head in range(3)]
+    assert read_run(write_run(tmp_path / "vanilla", shift_targets=())).coefficients() == []

@@ -14,7 +14,7 @@ import datasets
 import pytest
 from huggingface_hub.errors import EntryNotFoundError
 
-from kvshift_lab.commands.compare.training_process import TrainingProcess
+from kvshift_lab.commands.compare.command import CompareJob
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.data import hub
 from kvshift_lab.data.config import SHARED_DATA_ENV, DataConfig
@@ -179,7 +179,7 @@ def test_compare_refuses_finished_models_of_another_text(tmp_path: Path) -> None
     corpus = write_corpus(tmp_path / "text.jsonl")
     config = tiny(corpus, tmp_path / "run", steps=1)
     train(config)
-    job = TrainingProcess(arm=Arm(variant="kv-shift"), config=config, position="1 of 2")
+    job = CompareJob(arm=Arm(variant="kv-shift"), config=config)
     assert job.is_finished(config.out)
     change(corpus, "another file")
     with pytest.raises(LabError, match=OTHER_TEXT):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +67,8 @@ class Counting:
             raise LabError("the beads are lost")
         if self.ends == "faulty":
             _ = 1 / 0
+        if self.ends == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.ends == "interrupted":
             raise InterruptedRunError("told to end")
         found = {
@@ -86,6 +90,22 @@ class Counting:
             "curve": {},
             "result": json.loads((out / "result.json").read_text()),
         }
+
+
+class Waiting(Counting):
+    """A job that waits for a signal, and then counts those that arrive within a while."""
+
+    def run(self, out: Path) -> None:
+        received: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: received.append(number))
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "begun").touch()
+        while not received:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        (out / "received").write_text(str(len(received)))
+        raise InterruptedRunError("told to end", received[0])
 
 
 def runs(out: Path) -> int:

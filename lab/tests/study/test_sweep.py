@@ -123,3 +123,52 @@ def test_sigterm_ends_the_workers_too(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert "the same command resumes" in said
     assert psutil.wait_procs(workers, timeout=60)[1] == []
+
+
+@pytest.mark.slow
+def test_an_isolated_job_has_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither files of the current directory are executed, nor does a job that is killed stop the others."""
+    for name in ("joblib", "numpy", "runpy", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('executed')\n")
+    monkeypatch.chdir(tmp_path)
+    jobs = [(Counting(label=ends, ends=ends), tmp_path / str(n)) for n, ends in enumerate(("well", "killed", "well"))]
+    assert sweep(jobs, isolated=True) == [
+        "killed, seed 0: its process was killed (often because the system ran out of memory)"
+    ]
+    found = results([tmp_path / "0", tmp_path / "2"])
+    assert len({os.getpid(), *(result["process"] for result in found)}) == 3
+    assert all(result["main"] for result in found)  # signals arrive in the main thread
+
+
+ONCE = """
+import os, signal, sys, threading
+from pathlib import Path
+from kvshift_lab.study.sweep import sweep
+from tests.study.cases import Waiting
+
+begun, number = Path(sys.argv[1]), int(sys.argv[2])
+
+def interrupt():
+    while not (begun / "begun").exists():
+        pass
+    os.killpg(0, number)  # as a terminal does on Ctrl-C
+
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    sweep([(Waiting(label="waits"), begun), (Waiting(label="never runs"), begun / "next")], isolated=True)
+except Exception as error:
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_isolated_job_is_told_once_to_end(number: signal.Signals, tmp_path: Path) -> None:
+    """At a second signal, training would end without a checkpoint."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", ONCE, str(tmp_path), str(int(number))]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, timeout=300)
+    assert ended.returncode == 128 + number
+    assert (tmp_path / "received").read_text() == "1"
+    assert not (tmp_path / "next").exists()

@@ -1,14 +1,13 @@
 """JSON Lines files, with one record on each line, written completely or not at all.
 
-The metrics of a run, the records of recipes, the rows of benchmarks, generated continuations and answers to benchmarks
-all follow one policy:
+The metrics of a run, the records of recipes and the rows of benchmarks all follow one policy:
 
 - Lines are appended completely. If the disk takes only a part of them, that part is removed again and a RunFailedError
   names the file; earlier lines are unchanged.
 - When `append` returns, its lines have been flushed to disk, unless `sync_seconds` allows to flush less often: then a
   power failure may lose that many seconds of work, but a killed process loses none.
 - If several processes might write to a file, only one does at a time, under the lock of its folder
-  (`RunFolder.locked`) or under a separate lock (`open_locked`).
+  (`RunFolder.locked`).
 - A last line without a line end, left by a killed process, is not a record: `JSONLines.read` skips it, and
   `JSONLines.truncate_to` or the next `append` removes it.
 - A file that changes anywhere but at its end is replaced as a whole (`write_lines`).
@@ -20,14 +19,12 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
 
-from filelock import FileLock, Timeout
-
 from kvshift_lab.core.atomic import write_bytes
-from kvshift_lab.core.errors import FolderInUseError, LabError, RunFailedError
+from kvshift_lab.core.errors import LabError, RunFailedError
 
 
 class JSONLines:
@@ -117,41 +114,6 @@ class JSONLines:
         """Remove the remains of lines that could not be written completely."""
         if not self.is_device and self._file.seek(0, os.SEEK_END) > self._end:
             self._file.truncate(self._end)
-
-
-@contextmanager
-def open_locked(path: Path, option: str, **options: Any) -> Iterator[JSONLines]:
-    """Open a JSON Lines file under a lock that excludes other processes; a device needs no lock.
-
-    Args:
-        path: path of the file, which is created if missing.
-        option: name of the option that gave the path, for error messages.
-        options: keyword arguments of `JSONLines`.
-
-    Raises:
-        FolderInUseError: if another process holds the lock.
-        LabError: if the file cannot be opened or locked; a new file is removed again.
-    """
-    new = not path.exists()
-    try:
-        file = JSONLines(path, **options)
-    except OSError as error:
-        raise LabError(f"{option}: {path} cannot be written: {error}") from error
-    with file:
-        if file.is_device:
-            yield file
-            return
-        try:
-            lock = FileLock(path.with_name(f".{path.name}.lock"))
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise FolderInUseError(f"{option}: another process is writing to {path}") from error
-        except OSError as error:  # for example, the name is too long with ".lock" appended
-            if new:
-                path.unlink()
-            raise LabError(f"{option}: {path} cannot be written: {error}") from error
-        with lock:
-            yield file
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Statistics of measured differences: means with standard errors, t-intervals, verdicts."""
+"""Statistics of measured differences: means with standard errors, t-intervals, the step at which a curve crosses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -16,27 +15,6 @@ class Estimate:
     mean: float
     stderr: float | None
     n: int
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of a comparison.
-
-    Attributes:
-        outcome: "lower" or "higher" if the first model's loss is lower or higher than the second's, "no difference
-            shown" if the interval contains 0, and "undecided" with one seed or seeds that do not vary.
-        text: the outcome in words, with its numbers.
-        difference: mean difference over seeds.
-        low, high: ends of the interval of the difference; None if there is no interval.
-        seeds: number of seeds.
-    """
-
-    outcome: Literal["lower", "higher", "no difference shown", "undecided"]
-    text: str
-    difference: float
-    low: float | None
-    high: float | None
-    seeds: int
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
@@ -91,56 +69,6 @@ def difference_interval(differences: Sequence[float]) -> tuple[float, float] | N
     return t_interval(differences)
 
 
-def verdict(
-    differences: Sequence[float], *, rows: Estimate | None = None, names: tuple[str, str] = ("KV-shift", "vanilla")
-) -> Verdict:
-    """Return the verdict of a comparison, worded no more strongly than its interval allows.
-
-    Args:
-        differences: final loss of the first model minus that of the second, one for each seed.
-        rows: with a single seed, the same difference paired by validation sequence, for its standard error.
-        names: names of the two models.
-
-    Returns:
-        With 2 seeds or more, "lower by d" for the model whose loss is lower if the 95 % t-interval excludes 0, and
-        "no difference shown" otherwise. With one seed the variance between seeds is unknown, and the text says so.
-    """
-    _check(differences)
-    mean, seeds = statistics.fmean(differences), len(differences)
-    ours, theirs = names
-    if seeds == 1:
-        return Verdict("undecided", _one_seed(mean, rows, ours, theirs), mean, None, None, 1)
-    interval = difference_interval(differences)
-    if interval is None:
-        text = (
-            f"undecided: all {seeds} seeds differ by exactly {_number(abs(mean))} ({ours if mean < 0 else theirs} "
-            "lower); differences that agree to the last bit are not independent, so there is no interval"
-        )
-        return Verdict("undecided", text, mean, None, None, seeds)
-    low, high = interval
-    if low <= 0 <= high:
-        signed, start, end = (_number(value, low, high, signed=True) for value in (mean, low, high))
-        text = f"no difference shown: {ours} minus {theirs} is {signed} (95 % interval {start} to {end}, {seeds} seeds)"
-        return Verdict("no difference shown", text, mean, low, high, seeds)
-    better, near, far = (ours, -high, -low) if mean < 0 else (theirs, low, high)
-    text = (
-        f"{better} lower by {_number(abs(mean), near, far)} "
-        f"(95 % interval {_number(near, near, far)} to {_number(far, near, far)}, {seeds} seeds)"
-    )
-    return Verdict("lower" if mean < 0 else "higher", text, mean, low, high, seeds)
-
-
-def _one_seed(mean: float, rows: Estimate | None, ours: str, theirs: str) -> str:
-    size = _number(mean, signed=True)
-    error = ""
-    if rows is not None and rows.stderr is not None:
-        error = f" (standard error over {rows.n} validation sequences {_number(rows.stderr)})"
-    return (
-        f"{ours} minus {theirs} is {size} in this one pair of runs{error}; "
-        "how much another seed changes that is unknown"
-    )
-
-
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation of pairs: 1 for the same order, -1 for reversed orders.
 
@@ -177,13 +105,3 @@ def _check(values: Sequence[float]) -> None:
         raise ValueError("at least 1 value is needed, got none")
     if not all(math.isfinite(value) for value in values):
         raise ValueError(f"values must be finite, got {list(values)}")
-
-
-def _number(value: float, *scale: float, signed: bool = False) -> str:
-    """Format `value` with 4 to 9 decimals, enough for two significant figures of the smallest number in `scale`.
-
-    With fewer decimals, the end of an interval that is closer to 0 could be printed as 0.0000.
-    """
-    smallest = min((abs(end) for end in (*scale, value) if end != 0), default=1.0)
-    decimals = min(9, max(4, 1 - math.floor(math.log10(smallest))))
-    return f"{value:{'+' if signed else ''}.{decimals}f}"

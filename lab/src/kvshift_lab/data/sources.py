@@ -59,7 +59,13 @@ def texts(documents: Iterable[Any]) -> Iterator[str]:
 
 
 def _column(documents: Iterable[Any]) -> Iterator[str]:
-    return (row["text"] or "" for row in documents)
+    try:
+        for row in documents:
+            yield row["text"] or ""
+    except LabError:  # names the file
+        raise
+    except Exception as error:  # a stream of the hub: HTTP and the formats raise exceptions of many types
+        raise LabError(f"corpus: the dataset cannot be read to its end: {error or type(error).__name__}") from error
 
 
 def _local(
@@ -109,7 +115,8 @@ def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text
             documents = documents._resolve_features()  # reads the first row: this format does not declare its columns
     except Exception as error:  # the hub, HTTP, the disk and the formats raise exceptions of many types
         raise LabError(
-            f"corpus: {config.corpus!r} is not a file or folder here, and loading it from the hub failed: {error}"
+            f"corpus: {config.corpus!r} is not a file or folder here, and loading it from the hub failed: "
+            f"{error.__cause__ or error}"
         ) from error
     check_text_column(
         documents.features or datasets.Features(), config.text_column, f"{config.corpus}, split {split}", column_option
@@ -123,7 +130,7 @@ def _head_held_out(stream: datasets.IterableDataset) -> tuple[datasets.IterableD
 
 
 def _collect(stream: datasets.IterableDataset) -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"text": [row["text"] for row in stream]}, features=_FEATURES)
+    return datasets.Dataset.from_dict({"text": list(_column(stream))}, features=_FEATURES)
 
 
 def _tail_held_out(documents: datasets.Dataset, fraction: float) -> tuple[datasets.Dataset, datasets.Dataset]:

@@ -6,12 +6,13 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from kvshift_lab.core.errors import LabError, RunFailedError
+from kvshift_lab.core.errors import FolderInUseError, LabError, RunFailedError
 from kvshift_lab.core.messages import log
 from kvshift_lab.data.config import SHARED_DATA_ENV
 from kvshift_lab.run.finished import is_finished
@@ -35,6 +36,7 @@ class StudyExecution:
         store: folder of results, to which records are also written.
         workers: number of runs at a time; see `sweep`.
         cluster: machines on which the runs execute.
+        isolated: whether each run has a new process, one at a time, which shows its progress itself; see `sweep`.
     """
 
     runs: Path
@@ -42,6 +44,7 @@ class StudyExecution:
     store: RecordStore | None = None
     workers: int | None = None
     cluster: Cluster = "local"
+    isolated: bool = False
 
 
 def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], execution: StudyExecution) -> list[Record]:
@@ -68,12 +71,12 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], execution: Stud
         )
     records: list[Record] = []
     if tuning:
-        records = _run(tuning, execution, earlier=[])
+        records = run_jobs(_places(tuning, execution), execution)
         best = best_rates(records, recipe.tuned_by)
         for variant, rate in best.items():
             log(f"{variant}: learning rate {rate:.2g} is the best of the grid")
         jobs = at_best_rates(jobs, best)
-    return _run(jobs, execution, earlier=records)
+    return run_jobs(_places(jobs, execution), execution, earlier=records)
 
 
 def job_folder(folder: Path, job: Job) -> Path:
@@ -82,27 +85,34 @@ def job_folder(folder: Path, job: Job) -> Path:
     return folder / name / f"seed-{job.seed}"
 
 
-def _run(jobs: Sequence[Job], execution: StudyExecution, *, earlier: Sequence[Record]) -> list[Record]:
+def _places(jobs: Sequence[Job], execution: StudyExecution) -> list[tuple[Job, Path]]:
+    return [(job, job_folder(execution.runs, job)) for job in jobs]
+
+
+def run_jobs(
+    jobs: Sequence[tuple[Job, Path]], execution: StudyExecution, *, earlier: Sequence[Record] = ()
+) -> list[Record]:
     """Run the unfinished jobs. Return and write the `earlier` records and those of all jobs.
 
     Args:
-        jobs: either tuning or reported runs.
-        execution: folders of the recipe.
-        earlier: earlier records of this recipe.
+        jobs: either tuning or reported runs, with their folders.
+        execution: folders of the study, and how the jobs execute.
+        earlier: earlier records of this study.
 
     Raises:
         RunFailedError: if at least one run failed; the others are kept.
     """
     runs, store = execution.runs, execution.store
-    folders = [(job, job_folder(runs, job)) for job in jobs]
-    found = _find(folders, runs, store)
-    if len(found) == len(folders):
+    found = _find(jobs, runs, store)
+    if len(found) == len(jobs):
         return [*earlier, *found.values()]
     with RunFolder(runs).locked():
-        left = [place for number, place in enumerate(folders) if number not in found]
+        left = [place for number, place in enumerate(jobs) if number not in found]
+        for _, out in left:
+            _wait_until_free(out)
         work, problems = [(job, out) for job, out in left if not job.is_finished(out)], []
         if work:
-            with report_progress(work) as ended:
+            with nullcontext(set[int]()) if execution.isolated else report_progress(work) as ended:
                 start = time.monotonic()
 
                 def done(number: int, problem: str | None) -> None:
@@ -114,18 +124,39 @@ def _run(jobs: Sequence[Job], execution: StudyExecution, *, earlier: Sequence[Re
                     if store is not None and problem is None:
                         store.add([record_of(job, out)])
 
-                problems = sweep(work, workers=execution.workers, cluster=execution.cluster, done=done)
-        for number, (job, out) in enumerate(folders):
+                problems = sweep(
+                    work,
+                    workers=execution.workers,
+                    cluster=execution.cluster,
+                    isolated=execution.isolated,
+                    done=done,
+                )
+        for number, (job, out) in enumerate(jobs):
             if number not in found and job.is_finished(out):
                 found[number] = record_of(job, out)
         records = [*earlier, *(record for _, record in sorted(found.items()))]
-        write_records(execution.folder / "records.jsonl", records)
+        if records:
+            write_records(execution.folder / "records.jsonl", records)
     if problems:
         listed = "\n  ".join(problems)
         raise RunFailedError(
             f"{len(problems)} of {len(jobs)} runs failed; repeat the command to retry them:\n  {listed}"
         )
     return records
+
+
+def _wait_until_free(folder: Path) -> None:
+    """Wait until no process works in `folder`. If a study is killed, its last job may continue for a while."""
+    waited = False
+    while folder.exists():  # locking would create the folder
+        try:
+            with RunFolder(folder).locked():
+                return
+        except FolderInUseError:
+            if not waited:
+                log(f"an earlier process is still working in {folder}; waiting for it to end")
+            waited = True
+            time.sleep(1)
 
 
 def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: RecordStore | None) -> dict[int, Record]:

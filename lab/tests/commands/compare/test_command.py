@@ -4,6 +4,7 @@ import html
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,14 +14,15 @@ import pytest
 from matplotlib.figure import Figure
 
 import kvshift_lab.commands.compare.command as module
-from kvshift_lab.analysis import report
-from kvshift_lab.commands.compare import training_process
-from kvshift_lab.commands.compare.command import CompareConfig, child_config, compare
-from kvshift_lab.commands.compare.training_process import TrainingError
+from kvshift_lab.commands.compare import report
+from kvshift_lab.commands.compare.command import CompareConfig, compare, compare_jobs
 from kvshift_lab.core.errors import FolderInUseError, LabError, RunFailedError
+from kvshift_lab.core.options import to_json
 from kvshift_lab.options_file import parse
+from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.train_config import TrainConfig
+from kvshift_lab.study import run_study
 from kvshift_lab.variants.building import build_model, describe
 from kvshift_lab.variants.by_name import VARIANTS
 from kvshift_lab.variants.model_config import ModelConfig
@@ -33,31 +35,47 @@ def config_for(out, seeds=1, **train):
     return CompareConfig(train=TrainConfig(out=out, **train), seeds=seeds, step_time_seconds=0, sample_tokens=0)
 
 
+def options_of(config, variant, *, seed=0):
+    """Return the options of one run of a comparison."""
+    (job,) = [job for job in compare_jobs(config) if (job.arm.variant, job.seed) == (variant, seed)]
+    return job.config
+
+
 @pytest.fixture
-def children(monkeypatch):
-    """A replacement for the training processes that lists the runs started, in order; `codes` are their exit codes."""
+def trained(monkeypatch):
+    """A replacement for the training processes that lists the runs, in order; `problems` are those that fail."""
 
-    class Children(list):
-        codes = ()
+    class Trained(list):
+        problems = ()
 
-        def run(self, command):
-            assert command[:5] == [sys.executable, "-P", "-m", "kvshift_lab", "train"]
-            config = parse(TrainConfig, command[5:])
-            name = "/".join(config.out.parts[-2:])
-            self.append(name)
-            code = dict(self.codes).get(name, 0)
-            if code == 0:
-                targets = ("k", "v") if config.model.shift_targets is None else config.model.shift_targets
-                gain = 0.1 + 0.01 * config.seed if targets else 0.0
-                if config.out.exists():
-                    config.out.joinpath(".lock").unlink(missing_ok=True)
-                    config.out.rmdir()
-                variant = config.model.variant
-                write_run(config.out, seed=config.seed, variant=variant, shift_targets=targets, gain=gain)
-            return code
+        def sweep(self, jobs, *, isolated, done, **options):
+            assert isolated
+            found = []
+            for number, (job, out) in enumerate(jobs):
+                name = "/".join(out.parts[-2:])
+                self.append(name)
+                problem = dict(self.problems).get(name)
+                done(number, problem)
+                if problem is None:
+                    self.write(job, out)
+                else:
+                    found.append(f"{job.arm}, seed {job.seed}: {problem}")
+            return found
 
-    found = Children()
-    monkeypatch.setattr(training_process, "_run", found.run)
+        def write(self, job, out):
+            model = job.config.model
+            targets = ("k", "v") if model.shift_targets is None else model.shift_targets
+            gain = 0.1 + 0.01 * job.seed if targets else 0.0
+            shutil.rmtree(out, ignore_errors=True)  # may contain a lock file
+            write_run(out, seed=job.seed, variant=model.variant, shift_targets=targets, gain=gain)
+            recorded = json.loads((out / "config.json").read_text())
+            options = to_json(job.config)
+            options["model"] |= {"shift_targets": recorded["model"]["shift_targets"]}
+            kept = {name: recorded[name] for name in ("tokens_per_step", "config_hash", "data_facts")}
+            (out / "config.json").write_text(json.dumps({**options, **kept}))
+
+    found = Trained()
+    monkeypatch.setattr(run_study, "sweep", found.sweep)
     return found
 
 
@@ -68,20 +86,18 @@ def unplotted(monkeypatch):
     monkeypatch.setattr(report, "plot_coefficients", lambda folder: None)
 
 
-def test_twins_differ_in_the_shift_alone():
-    train = TrainConfig(out=Path("out"), steps=7, model=ModelConfig(hidden_size=64, shift_targets=("v",)))
-    vanilla, shifted = (child_config(train, 5, variant) for variant in ("vanilla", "kv-shift"))
-    assert (vanilla.out, shifted.out) == (Path("out/seed-5/vanilla"), Path("out/seed-5/kvshift"))
+def test_runs_of_one_seed_differ_in_the_shift_alone():
+    config = config_for(Path("out"), seed=5, steps=7, model=ModelConfig(hidden_size=64, shift_targets=("v",)))
+    vanilla, shifted = (options_of(config, variant, seed=5) for variant in ("vanilla", "kv-shift"))
     assert (vanilla.model.shift_targets, shifted.model.shift_targets) == ((), ("v",))
     assert vanilla.seed == shifted.seed == 5
-    assert replace(vanilla, out=shifted.out, model=shifted.model) == shifted
+    assert replace(vanilla, model=shifted.model) == shifted
     assert replace(vanilla.model, shift_targets=("v",)) == shifted.model
 
 
-def test_twins_that_start_from_a_model_differ_in_the_shift_too():
-    train = TrainConfig(out=Path("out"), init_from="llama")
-    targets = [child_config(train, 0, variant).model.shift_targets for variant in ("vanilla", "kv-shift")]
-    assert targets == [(), ("k", "v")]
+def test_runs_that_start_from_a_model_differ_in_the_shift_too():
+    config = config_for(Path("out"), init_from="llama")
+    assert [options_of(config, name).model.shift_targets for name in ("vanilla", "kv-shift")] == [(), ("k", "v")]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +113,7 @@ def test_the_next_command_is_the_same_comparison_with_more_seeds(options, tmp_pa
     train = TrainConfig(out=tmp_path / "a folder", steps=7, seed=5, model=ModelConfig(hidden_size=64, qk_norm=False))
     config = CompareConfig(train=train, **options)
     train.out.mkdir()
-    module._adopt_folder(config)
+    (train.out / "compare.json").write_text(json.dumps(to_json(train)))
     words = shlex.split(config.with_seeds(3))
     assert words[:4] == ["python", "-m", "kvshift_lab", "compare"]
     assert parse(CompareConfig, words[4:]) == replace(config, seeds=3)
@@ -114,7 +130,7 @@ def test_the_next_command_calls_the_program_as_it_was_called(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_one_seed_ends_with_the_command_for_three(seeds, tmp_path, children, unplotted, capsys):
+def test_one_seed_ends_with_the_command_for_three(seeds, tmp_path, trained, unplotted, capsys):
     config = config_for(tmp_path, seeds=seeds)
     compare(config)
     more = config.with_seeds(3)
@@ -123,15 +139,15 @@ def test_one_seed_ends_with_the_command_for_three(seeds, tmp_path, children, unp
 
 
 @pytest.mark.slow
-def test_all_seeds_and_variants_are_run_and_shown(tmp_path, children, capsys):
+def test_all_seeds_and_variants_are_run_and_shown(tmp_path, trained, capsys):
     config = replace(config_for(tmp_path / "out", seeds=2, seed=3), variants=("vanilla", "smear", "kv-shift"))
     summary = compare(config)
-    assert children == [f"seed-{seed}/{name}" for seed in (3, 4) for name in ("vanilla", "smear", "kvshift")]
-    options = [json.loads((tmp_path / "out" / "seed-4" / f"{n}.json").read_text()) for n in ("vanilla", "smear")]
-    assert [each["model"]["variant"] for each in options] == [None, "smear"]
-    assert [each["model"]["shift_targets"] for each in options] == [[], []]
+    assert trained == [f"seed-{seed}/{name}" for seed in (3, 4) for name in ("vanilla", "smear", "kvshift")]
+    options = [options_of(config, name, seed=4).model for name in ("vanilla", "smear")]
+    assert [model.variant for model in options] == [None, "smear"]
+    assert [model.shift_targets for model in options] == [(), ()]
     out, err = capsys.readouterr()
-    assert f"seed 3, vanilla (1 of 6): kvshift train --config {tmp_path / 'out' / 'seed-3' / 'vanilla.json'}\n" in err
+    assert re.search(r"^\[1 of 6, \d+ s\] vanilla, seed 3: finished$", err, re.MULTILINE)
     assert list(summary["verdicts"]) == ["smear", "kv-shift"]
     assert "2 seeds" in summary["verdicts"]["kv-shift"]["text"] in out
     assert re.search(r"^ +vanilla +smear +KV-shift +smear to vanilla +KV-shift to vanilla$", out, re.MULTILINE)
@@ -140,61 +156,67 @@ def test_all_seeds_and_variants_are_run_and_shown(tmp_path, children, capsys):
         assert Path(path).is_relative_to((tmp_path / "out").resolve())
         assert Path(path).exists()
     assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
-    children.clear()
+    trained.clear()
     again = compare(replace(config, variants=("vanilla", "kv-shift")))
-    assert children == []
+    assert trained == []
     assert list(again["verdicts"]) == ["kv-shift"]
 
 
-def test_once_finished_it_only_draws(tmp_path, children, unplotted, capsys):
+def test_once_finished_it_only_draws(tmp_path, trained, unplotted, capsys):
     compare(config_for(tmp_path / "out"))
     first = (tmp_path / "out" / "report.html").read_bytes()
-    (tmp_path / "out" / "report.html").unlink()
-    children.clear()
+    for name in ("report.html", "compare.json"):  # also where the trainings were started one by one
+        (tmp_path / "out" / name).unlink()
+    trained.clear()
     compare(config_for(tmp_path / "out"))
-    assert children == []
-    assert "already finished" in capsys.readouterr().err
+    assert trained == []
+    assert "2 of 2 runs are already finished" in capsys.readouterr().err
     assert (tmp_path / "out" / "report.html").read_bytes() == first
 
 
-def test_seeds_can_be_added_and_left_out(tmp_path, children, unplotted):
+def test_seeds_can_be_added_and_left_out(tmp_path, trained, unplotted):
     compare(config_for(tmp_path / "out"))
-    children.clear()
+    trained.clear()
     assert len(compare(config_for(tmp_path / "out", seeds=3))["seeds"]) == 3
-    assert children == ["seed-1/vanilla", "seed-1/kvshift", "seed-2/vanilla", "seed-2/kvshift"]
+    assert trained == ["seed-1/vanilla", "seed-1/kvshift", "seed-2/vanilla", "seed-2/kvshift"]
     assert len(compare(config_for(tmp_path / "out", seeds=2))["seeds"]) == 2
-    assert len(children) == 4
+    assert len(trained) == 4
 
 
-@pytest.mark.parametrize(
-    ("code", "exit_code", "words"),
-    [
-        (3, 3, "exit code 3"),
-        (2, 2, "exit code 2"),
-        (1, 1, "exit code 1"),
-        (-9, 137, "signal SIGKILL"),
-        (130, 130, "signal SIGINT"),
-    ],
-)
-def test_a_failed_run_ends_it_and_the_others_are_kept(tmp_path, children, unplotted, code, exit_code, words):
-    children.codes = {"seed-1/vanilla": code}.items()
-    with pytest.raises(TrainingError, match=rf"seed 1, vanilla \(3 of 4\): training ended with {words}") as failure:
+def test_the_runs_besides_one_that_fails_are_kept(tmp_path, trained, unplotted):
+    trained.problems = {"seed-1/vanilla": "the loss is not finite"}.items()
+    with pytest.raises(RunFailedError, match=r"1 of 4 runs failed.*\n  vanilla, seed 1: the loss is not finite"):
         compare(config_for(tmp_path / "out", seeds=2))
-    assert failure.value.exit_code == exit_code
-    assert (tmp_path / "out" / "seed-0" / "kvshift" / "result.json").exists()
-    children.clear()
-    children.codes = ()
+    trained.clear()
+    trained.problems = ()
     compare(config_for(tmp_path / "out", seeds=2))
-    assert children == ["seed-1/vanilla", "seed-1/kvshift"]
+    assert trained == ["seed-1/vanilla"]
 
 
-def test_equal_parameters_are_recorded(tmp_path, children, unplotted):
+def test_where_no_run_could_begin_other_options_may_follow(tmp_path, trained, unplotted):
+    trained.problems = dict.fromkeys(["seed-0/vanilla", "seed-0/kvshift"], "the text is too short").items()
+    with pytest.raises(RunFailedError, match="2 of 2 runs failed"):
+        compare(config_for(tmp_path / "out"))
+    trained.problems = ()
+    compare(config_for(tmp_path / "out", steps=77))
+
+
+@pytest.mark.parametrize(("options", "said"), [({}, False), ({"seed": 3}, True), ({"seed": 3, "seeds": 2}, False)])
+def test_a_first_seed_without_a_number_of_seeds_is_explained(options, said, tmp_path, trained, unplotted, capsys):
+    compare(config_for(tmp_path, **options))
+    line = "seed is 3: one run of each variant, with seed 3; --seeds 3 would run 3 of each\n"
+    assert (line in capsys.readouterr().err) == said
+
+
+def test_equal_parameters_are_recorded(tmp_path, trained, unplotted):
     config = replace(config_for(tmp_path / "out"), variants=("vanilla", "canon", "kv-shift"), equal_parameters=True)
     compare(config)
-    options = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out" / "seed-0").glob("*.json")}
-    widths = {name: values["model"]["intermediate_size"] for name, values in options.items()}
-    canon = child_config(config.train, 0, "canon", equal_parameters=True).model.intermediate_size
-    assert widths == {"vanilla": None, "canon": canon, "kvshift": None}
+    widths = {name: options_of(config, name).model.intermediate_size for name in config.variants}
+    assert widths["vanilla"] is widths["kv-shift"] is None
+    assert (
+        json.loads((tmp_path / "out/seed-0/canon/config.json").read_text())["model"]["intermediate_size"]
+        == (widths["canon"])
+    )
     with pytest.raises(LabError, match="equal_parameters: recorded True, given None"):
         compare(replace(config, equal_parameters=False))
 
@@ -206,7 +228,8 @@ def test_equal_parameters_of_what_is_built(name, tmp_path):
 
     def built(variant, **how):
         """Return the number of parameters and the width of the MLPs."""
-        options = child_config(train, 0, variant, **how).model
+        config = CompareConfig(train=train, variants=(variant,), **how)
+        options = options_of(config, variant).model
         size = describe(options, vocab_size=31, length=8)
         return build_model(size, seed=0, variant=options.variant).num_parameters(), size.intermediate_size
 
@@ -217,23 +240,23 @@ def test_equal_parameters_of_what_is_built(name, tmp_path):
     assert (width < before[1]) == (before[0] - vanilla[0] > unit / 2)
 
 
-def test_other_options_in_one_folder_are_named(tmp_path, children, unplotted):
+def test_other_options_in_one_folder_are_named(tmp_path, trained, unplotted):
     compare(config_for(tmp_path / "out"))
-    children.clear()
+    trained.clear()
     other = config_for(tmp_path / "out", steps=77, model=ModelConfig(hidden_size=64))
     with pytest.raises(LabError, match=r"model\.hidden_size: recorded None, given 64; steps: recorded 300, given 77"):
         compare(other)
     with pytest.raises(LabError, match="seed: recorded 0, given 1"):
         compare(config_for(tmp_path / "out", seed=1))
-    assert children == []
+    assert trained == []
 
 
-def test_what_changes_no_number_may_differ(tmp_path, children, unplotted):
+def test_what_changes_no_number_may_differ(tmp_path, trained, unplotted):
     compare(config_for(tmp_path / "out"))
     moved = (tmp_path / "out").rename(tmp_path / "moved")
-    children.clear()
+    trained.clear()
     compare(config_for(moved, progress=False, report_to=()))
-    assert children == []
+    assert trained == []
 
 
 @pytest.mark.parametrize(
@@ -275,49 +298,49 @@ def test_what_changes_no_number_may_differ(tmp_path, children, unplotted):
         ),
     ],
 )
-def test_options_that_cannot_be(tmp_path, children, changes, message):
+def test_options_that_cannot_be(tmp_path, trained, changes, message):
     config = replace(config_for(tmp_path / "out"), **changes)
     with pytest.raises(LabError, match=message) as failure:
         compare(config)
     assert failure.value.exit_code == 2
-    assert children == []
+    assert trained == []
     assert not (tmp_path / "out").exists()
 
 
-def test_torchrun_would_start_it_several_times(tmp_path, children, monkeypatch):
+def test_torchrun_would_start_it_several_times(tmp_path, trained, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(LabError, match="start it without torchrun"):
         compare(config_for(tmp_path / "out"))
 
 
-def test_a_report_that_cannot_be_written(tmp_path, children, unplotted):
+def test_a_report_that_cannot_be_written(tmp_path, trained, unplotted):
     (tmp_path / "out" / "report.html").mkdir(parents=True)
     with pytest.raises(RunFailedError, match=r"report in .* could not be written: .*the runs are kept") as failure:
         compare(config_for(tmp_path / "out"))
     assert failure.value.exit_code == 3
     (tmp_path / "out" / "report.html").rmdir()
-    children.clear()
+    trained.clear()
     compare(config_for(tmp_path / "out"))
-    assert children == []
+    assert trained == []
 
 
-def test_an_interrupt_between_runs_says_how_to_resume(tmp_path, children, monkeypatch):
-    def interrupt(folder, label):
+def test_an_interrupt_between_runs_says_how_to_resume(tmp_path, trained, monkeypatch):
+    def interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training_process, "_wait_until_free", interrupt)
-    with pytest.raises(TrainingError, match="the same command resumes") as failure:
+    monkeypatch.setattr(module, "run_jobs", interrupt)
+    with pytest.raises(InterruptedRunError, match="the same command resumes") as failure:
         compare(config_for(tmp_path / "out"))
     assert failure.value.exit_code == 130
 
 
-def test_two_comparisons_in_one_folder_refuse(tmp_path, children):
+def test_two_comparisons_in_one_folder_refuse(tmp_path, trained):
     with RunFolder(tmp_path / "out").locked(), pytest.raises(FolderInUseError):
         compare(config_for(tmp_path / "out"))
-    assert children == []
+    assert trained == []
 
 
-def test_a_run_that_is_not_finished_is_waited_for(tmp_path, children, unplotted, capsys):
+def test_a_run_that_is_not_finished_is_waited_for(tmp_path, trained, unplotted, capsys):
     folder = tmp_path / "out" / "seed-0" / "vanilla"
     folder.mkdir(parents=True)
     hold = (
@@ -331,5 +354,5 @@ def test_a_run_that_is_not_finished_is_waited_for(tmp_path, children, unplotted,
         holder.stdout.readline()
         compare(config_for(tmp_path / "out"))
         assert holder.poll() is not None
-    assert "an earlier process is still training in" in capsys.readouterr().err
-    assert children == ["seed-0/vanilla", "seed-0/kvshift"]
+    assert "an earlier process is still working in" in capsys.readouterr().err
+    assert trained == ["seed-0/vanilla", "seed-0/kvshift"]

@@ -22,12 +22,14 @@ from kvshift_lab.commands.eval import benchmarks
 from kvshift_lab.commands.eval.benchmarks import PAPER, TASKS
 from kvshift_lab.commands.eval.command import evaluate
 from kvshift_lab.commands.eval.options import EvalConfig
-from kvshift_lab.core.errors import LabError, install_command
+from kvshift_lab.core.errors import LabError, RunFailedError, install_command
 from kvshift_lab.data.files import file_digest
 from kvshift_lab.variants.by_name import find_variant
 from kvshift_lab.variants.variant import ModelVariant
 
 from ...generation_cases import SHAPE, save_model, tokenizer
+from ...run_cases import disk_of
+from .benchmark_cases import write_benchmarks
 
 LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions get half of these tokens
 
@@ -162,6 +164,15 @@ def test_a_file_of_answers_that_is_none(shifted, mini, tmp_path):
         evaluated(shifted, mini, tmp_path / "eval.json")
 
 
+def test_a_disk_that_fills_up(shifted, mini, tmp_path):
+    """What was answered before is kept, and the same command continues."""
+    output = tmp_path / "eval.json"
+    with disk_of(2**14), pytest.raises(RunFailedError, match=r"output: writing to .*answers failed: "):
+        evaluated(shifted, mini, output, tasks=("mmlu", "mmlu_cloze", "hellaswag"))
+    assert not output.exists()
+    evaluated(shifted, mini, output, tasks=("mmlu", "mmlu_cloze", "hellaswag"))
+
+
 # Every model that the lab knows
 
 
@@ -225,6 +236,13 @@ def test_what_is_refused_before_a_model_is_loaded(options, message, shifted, min
     monkeypatch.setattr(benchmarks, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
     with pytest.raises(LabError, match=message):
         evaluate(EvalConfig(**{"model": str(shifted), "data": str(mini), "tasks": ("hellaswag",)} | options))
+
+
+def test_an_answer_that_is_longer_than_the_window(model_folder, tmp_path):
+    path = write_benchmarks(tmp_path) / "lambada" / "lambada_openai.jsonl"
+    path.write_text(json.dumps({"context": "to be", "continuation": "x" * 65}))
+    with pytest.raises(LabError, match="window must be at least 66, the length of the answer ' xxx"):
+        evaluated(model_folder, tmp_path, tasks=("lambada",))
 
 
 def test_a_window_that_is_too_long(shifted, mini):

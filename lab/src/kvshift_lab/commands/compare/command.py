@@ -2,32 +2,37 @@
 
 OUT/compare.json                    options that all models share
 OUT/seed-S/vanilla, .../kvshift     run folders of `kvshift train`, each trained by a separate process
-OUT/seed-S/vanilla.json, ...        the options of each run
 OUT/records.jsonl                   records of all runs, in the format of `kvshift reproduce`
 OUT/step_time.json, samples.json    written when all runs are finished
-OUT/report.html, table.md, summary.json, curves.png, ...    made from the files above; see `analysis.report`
+OUT/report.html, table.md, summary.json, curves.png, ...    made from the files above; see `report`
 """
 
 from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshift_lab.analysis.comparison import legend, table
-from kvshift_lab.analysis.report import run_folder, verdicts, write_report
 from kvshift_lab.analysis.tables import as_text
 from kvshift_lab.commands.compare.options import CompareConfig
-from kvshift_lab.commands.compare.training_process import TrainingError, TrainingProcess
+from kvshift_lab.commands.compare.report import run_folder, verdicts, write_report
+from kvshift_lab.commands.compare.summary import legend, table
 from kvshift_lab.core.atomic import read_json, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import to_json
+from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.inputs import identify_inputs
+from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import TrainConfig, differences
 from kvshift_lab.study.arm import Arm
-from kvshift_lab.study.records import record_of, write_records
+from kvshift_lab.study.jobs import RunJob
+from kvshift_lab.study.recipe import Record
+from kvshift_lab.study.run_study import StudyExecution, run_jobs
 from kvshift_lab.variants.by_name import with_variant
 
 
@@ -35,85 +40,90 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     """Train the models that are not trained yet, measure them, and write the report.
 
     Returns:
-        The numbers of `OUT/summary.json`; see `kvshift_lab.analysis.comparison.summarize`.
+        The numbers of `OUT/summary.json`; see `kvshift_lab.commands.compare.summary.summarize`.
+
+    Raises:
+        LabError: an option or the folder is invalid.
+        RunFailedError: at least one run failed, or the report could not be written; finished runs are kept.
+        InterruptedRunError: a signal interrupted the comparison; the same command resumes it.
     """
     config.check()
+    out, first = config.train.out, config.train.seed
+    if first != 0 and config.seeds == 1:
+        log(f"seed is {first}: one run of each variant, with seed {first}; --seeds {first} would run {first} of each")
     try:
-        return _compare(config)
-    except KeyboardInterrupt:
-        raise TrainingError(
-            "interrupted; finished work is kept, and the same command resumes from there", 128 + signal.SIGINT
-        ) from None
-
-
-def _compare(config: CompareConfig) -> dict[str, Any]:
-    out = config.train.out
-    seeds = range(config.train.seed, config.train.seed + config.seeds)
-    with RunFolder(out).locked(out / "compare.json"):
-        _adopt_folder(config)
-        runs = [(job, job.config.out) for job in training_processes(config)]
-        for job, folder in runs:
-            job.run(folder)
-        write_records(out / "records.jsonl", [record_of(job, folder) for job, folder in runs])
-        folders = {variant: run_folder(out, seeds[0], variant) for variant in config.variants}
-        _measure_step_time(config, folders)
-        _write_samples(config, folders)
-        try:
+        records = _run(config)
+        with RunFolder(out).locked():
+            folders = {variant: run_folder(out, first, variant) for variant in config.variants}
+            _measure_step_time(config, folders)
+            _write_samples(config, folders)
             more = config.with_seeds(3) if config.seeds == 1 else None
-            summary = write_report(out, seeds, config.variants, more=more)
-        except OSError as error:
-            raise RunFailedError(
-                f"the report in {out} could not be written: {error}; the runs are kept, and the same command writes it"
-            ) from error
+            summary = _report(out, records, more)
+    except KeyboardInterrupt:
+        raise InterruptedRunError(
+            "interrupted; finished work is kept, and the same command resumes", signal.SIGINT
+        ) from None
     _show(out, summary)
     if more is not None:
         print(f"\nMore seeds are needed to measure the variation between seeds; finished runs are kept:\n{more}")
     return summary
 
 
-def training_processes(config: CompareConfig) -> list[TrainingProcess]:
-    """Return a job for each variant with each seed."""
-    seeds = range(config.train.seed, config.train.seed + config.seeds)
-    runs = [(seed, variant) for seed in seeds for variant in config.variants]
-    return [
-        TrainingProcess(
-            arm=Arm(variant=variant),
-            config=child_config(config.train, seed, variant, equal_parameters=config.equal_parameters),
-            position=f"{number} of {len(runs)}",
-        )
-        for number, (seed, variant) in enumerate(runs, start=1)
-    ]
+@dataclass(frozen=True, kw_only=True)
+class CompareJob(RunJob):
+    """Train one model of a comparison; see `kvshift_lab.run.train`."""
+
+    config: TrainConfig
+
+    def run(self, out: Path) -> None:
+        log(f"\n{self.arm}, seed {self.seed}, in {out}")
+        train(dataclasses.replace(self.config, out=out))
+
+    def _identify_inputs(self) -> dict[str, str]:
+        return identify_inputs(self.config.data, self.config.init_from)
 
 
-def child_config(train: TrainConfig, seed: int, variant: str, *, equal_parameters: bool = False) -> TrainConfig:
-    """Return the options of one run. Runs differ in `out`, variant, seed and, if requested, the width of their MLPs."""
-    model = with_variant(train.model, variant)
-    if variant == "kv-shift" and train.init_from is None:
-        model = dataclasses.replace(model, shift_targets=train.model.shift_targets)  # None: taken from the size or file
-    if equal_parameters:
-        from kvshift_lab.variants.building import with_vanilla_parameters
+def compare_jobs(config: CompareConfig) -> list[CompareJob]:
+    """Return a job for each variant with each seed. They differ in variant, seed and, if requested, MLP width."""
+    train, jobs = config.train, []
+    for variant in config.variants:
+        model = with_variant(train.model, variant)
+        if variant == "kv-shift" and train.init_from is None:
+            model = dataclasses.replace(model, shift_targets=train.model.shift_targets)  # None: from the size or file
+        if config.equal_parameters:
+            from kvshift_lab.variants.building import with_vanilla_parameters
 
-        model = with_vanilla_parameters(model)
-    return dataclasses.replace(train, out=run_folder(train.out, seed, variant), seed=seed, model=model)
+            model = with_vanilla_parameters(model)
+        jobs.append(CompareJob(arm=Arm(variant=variant), config=dataclasses.replace(train, model=model)))
+    seeds = range(train.seed, train.seed + config.seeds)
+    return [job for seed in seeds for arm in jobs for job in arm.with_seeds([seed])]
 
 
-def _adopt_folder(config: CompareConfig) -> None:
-    """Write the shared options to the folder. Raise a LabError if the folder belongs to other options."""
-    path = config.train.out / "compare.json"
+def _run(config: CompareConfig) -> list[Record]:
+    """Run the missing jobs and return the records of all. Raise a LabError if the folder belongs to other options."""
+    out, path = config.train.out, config.train.out / "compare.json"
     options = to_json(config.train)
     if config.equal_parameters:  # absent from older comparisons
         options["equal_parameters"] = True
-    if RunFolder(config.train.out).config.exists():
-        raise LabError(f"out: {config.train.out} holds a run of kvshift train; choose another folder")
+    if RunFolder(out).config.exists():
+        raise LabError(f"out: {out} holds a run of kvshift train; choose another folder")
     if path.exists():
         lines = differences(read_json(path), options)
         if lines:
             raise LabError(
-                f"out: {config.train.out} holds a comparison with other options ({'; '.join(lines)}); "
+                f"out: {out} holds a comparison with other options ({'; '.join(lines)}); "
                 "repeat those options, or choose another folder"
             )
     else:
+        out.mkdir(parents=True, exist_ok=True)
         write_json(path, options)
+    jobs = [(job, run_folder(out, job.seed, str(job.arm.variant))) for job in compare_jobs(config)]
+    try:
+        return run_jobs(jobs, StudyExecution(runs=out, folder=out, isolated=True))
+    except RunFailedError:
+        if not any(RunFolder(folder).config.exists() for _, folder in jobs):
+            path.unlink()  # no run has begun: other options may follow
+        raise
 
 
 def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:
@@ -139,6 +149,15 @@ def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
 
     log("generating a sample from each model")
     write_json(path, {"asked": what, **sample(folders, seed=config.train.seed, **asked)})
+
+
+def _report(out: Path, records: Sequence[Record], more: str | None) -> dict[str, Any]:
+    try:
+        return write_report(out, records, more=more)
+    except OSError as error:
+        raise RunFailedError(
+            f"the report in {out} could not be written: {error}; the runs are kept, and the same command writes it"
+        ) from error
 
 
 def _show(out: Path, summary: dict[str, Any]) -> None:

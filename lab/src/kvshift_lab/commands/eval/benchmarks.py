@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import numpy as np
 
 from kvshift_lab.analysis.tables import as_text
 from kvshift_lab.commands.eval.options import EvalConfig
-from kvshift_lab.core.errors import LabError, install_command, nearest
+from kvshift_lab.core.errors import LabError, RunFailedError, install_command, nearest
 from kvshift_lab.core.messages import log, quiet
 from kvshift_lab.core.statistics import mean_of
 from kvshift_lab.data.config import SHARED_DATA_ENV
@@ -55,7 +56,7 @@ Samples = Sequence[Mapping[str, Any]]  # lm-eval's record of each question, with
 
 
 class LMEvalModel(_HFLM):
-    """lm-eval's model for transformers, which generates without a cache for variants that do not support one."""
+    """lm-eval's model for transformers: variants that support no cache generate without, long answers are refused."""
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
         generate = self.model.generate
@@ -66,6 +67,12 @@ class LMEvalModel(_HFLM):
             return super()._model_generate(context, max_length, stop, **kwargs)
         finally:
             self.model.generate = generate
+
+    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> Any:
+        (_, answer), _, tokens = max(requests, key=lambda request: len(request[2]))
+        if len(tokens) > self.max_length:
+            raise LabError(f"window must be at least {len(tokens)}, the length of the answer {answer!r:.60}")
+        return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
 
 def measure(config: EvalConfig) -> dict[str, Any]:
@@ -168,9 +175,12 @@ def _saved_answers(lm: Any, output: Path | None, version: str) -> Iterator[Any]:
     cached = CachingLM(lm, str(path))
     cached.dbdict.encode, cached.dbdict.decode = json.dumps, json.loads
     try:
-        yield cached
-    finally:
-        cached.dbdict.close()
+        try:
+            yield cached
+        finally:
+            cached.dbdict.close()
+    except sqlite3.Error as error:
+        raise RunFailedError(f"output: writing to {path} failed: {error}; the answers before are kept") from error
 
 
 def _report_cut_prompts(task: str, samples: Samples, lm: Any) -> None:

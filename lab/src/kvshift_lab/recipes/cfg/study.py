@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 
 from kvshift_lab.analysis.accuracy import draw_chance, draw_means, draw_shares
 from kvshift_lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
-from kvshift_lab.core.statistics import t_interval, verdict
+from kvshift_lab.core.statistics import t_interval
 from kvshift_lab.recipes.cfg import ENTRY
 from kvshift_lab.run.train_config import OptimizerConfig
 from kvshift_lab.run.train_task import TaskTrainConfig, evaluation_of, task_of
 from kvshift_lab.study.arm import Arm, pair
-from kvshift_lab.study.claims import Claim, higher, percent, points, question, within
+from kvshift_lab.study.claims import Claim, higher, percent, points, question, verdict, within
 from kvshift_lab.study.jobs import TrainingJob
 from kvshift_lab.study.models import paper_proportions
 from kvshift_lab.study.recipe import Recipe, Record, by_arm, curves_by_label

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvshift_lab.core.statistics import verdict
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import Arm
-from kvshift_lab.study.claims import Claim, Direction, lower
+from kvshift_lab.study.claims import Claim, Direction, lower, verdict
 from kvshift_lab.study.cost import training_flops
 from kvshift_lab.study.jobs import StudyJob
 from kvshift_lab.study.models import llama_config_from_record

@@ -15,12 +15,12 @@ from kvshift_lab.analysis.accuracy import draw_means
 from kvshift_lab.analysis.colors import colors_of, marker_of
 from kvshift_lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift_lab.analysis.scaling import Interval, PowerLaw, fit_power_law
-from kvshift_lab.core.statistics import difference_interval, verdict
+from kvshift_lab.core.statistics import difference_interval
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.recipes.language_models.settings import LARGE, WIKI
 from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import Arm, layers_text
-from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss
+from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss, verdict
 from kvshift_lab.study.cost import count_parameters
 from kvshift_lab.study.entry import Entry
 from kvshift_lab.study.jobs import StudyJob

@@ -1,53 +1,12 @@
-"""The processes of `kvshift compare`: signals, errors, kills, and the code that they execute."""
+"""`kvshift compare` as a command: faults of its input, and a kill after which it resumes."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
-
-import kvshift_lab.commands.compare.training_process as module
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_child_is_told_once_to_end(number):
-    """The child counts the signals that it receives, and ends by itself."""
-    child = (
-        "import os, signal, sys, time\n"
-        "seen = []\n"
-        "signal.signal(int(sys.argv[1]), lambda *_: seen.append(1))\n"
-        "os.kill(os.getppid(), int(sys.argv[1]))\n"
-        "while not seen: time.sleep(0.01)\n"
-        "time.sleep(0.3)\n"
-        "sys.exit(40 + len(seen))"
-    )
-    # The signal may be ignored where the tests run: under nohup, or in the background of a script.
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        assert module._run([sys.executable, "-c", child, str(int(number))]) == 41
-        assert signal.getsignal(number) is signal.SIG_DFL
-    finally:
-        signal.signal(number, before)
-
-
-def test_a_signal_that_is_ignored_stays_so():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        child = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
-        assert module._run([sys.executable, "-c", child]) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_files_of_the_current_directory_are_not_executed(tmp_path, monkeypatch, capfd):
-    for name in ("kvshift_lab", "tyro", "torch", "runpy"):
-        (tmp_path / f"{name}.py").write_text("import sys; sys.exit('executed')\n")
-    monkeypatch.chdir(tmp_path)
-    assert module._run([*module._TRAIN, "--help"]) == 0
-    assert "--optimizer.learning-rate" in capfd.readouterr().out
 
 
 def kvshift(*arguments):
@@ -69,22 +28,16 @@ TINY = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("there", [False, True], ids=["new folder", "empty folder"])
-def test_a_fault_of_the_child_reaches_the_user_and_leaves_nothing(there, tmp_path, child_environment):
-    out = tmp_path / "out"
-    if there:
-        out.mkdir()
-    text = tmp_path / "short.txt"
+def test_a_fault_of_the_input_reaches_the_user(tmp_path, child_environment):
+    out, text = tmp_path / "out", tmp_path / "short.txt"
     text.write_text("to be")
     command = kvshift("compare", "--out", out, *TINY, "--data.corpus", text)
     run = subprocess.run(command, env=child_environment, capture_output=True, text=True)
-    assert run.returncode == 2
-    said = run.stderr.splitlines()
-    assert any(line.startswith("kvshift train:") and "short.txt" in line for line in said)
-    assert said[-1].startswith("kvshift compare: seed 0, vanilla (1 of 2): training ended with exit code 2")
+    assert run.returncode == 3
+    assert "kvshift compare: 2 of 2 runs failed" in run.stderr
+    assert [line.startswith("  ") and "short.txt" in line for line in run.stderr.splitlines()[-2:]] == [True, True]
     assert "Traceback" not in run.stderr
-    assert {*tmp_path.iterdir()} - {tmp_path / "cache"} == {text, *[out] * there}
-    assert not there or not any(out.iterdir())
+    assert {path.name for path in out.iterdir()} <= {".lock"}
 
 
 @pytest.mark.slow

@@ -1,17 +1,15 @@
-"""The summary and the table of paired runs, on run folders with numbers from a formula."""
+"""The summary and the table of a comparison, on run folders with numbers from a formula."""
 
 import json
 import math
 
 import pytest
 
-from kvshift_lab.analysis.comparison import legend, summarize, table
-from kvshift_lab.analysis.report import read_paired_runs
-from kvshift_lab.analysis.tables import as_markdown, as_text
+from kvshift_lab.commands.compare.summary import legend, summarize, table
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.run.finished import read_run
 
-from .run_folders import write_pair, write_run
+from ...analysis.run_folders import write_pair, write_run
+from .records import records
 
 RATIO = {"ratio": 1.19, "low": 1.17, "high": 1.23}
 STEP_TIME = {"milliseconds": {"vanilla": 31.0, "kv-shift": 37.0}, "ratios": {"kv-shift": RATIO}}
@@ -24,7 +22,7 @@ def cells(rows, label):
 
 def test_one_seed(tmp_path):
     write_pair(tmp_path, gain=0.1)
-    summary = summarize([read_paired_runs(tmp_path, 0)], STEP_TIME)
+    summary = summarize(records(tmp_path, [0]), STEP_TIME)
     left = math.exp(-3)
     assert summary["seeds"][0]["difference"]["kv-shift"]["mean"] == pytest.approx(-0.1 * (1 - left), rel=1e-12)
     # The differences of single sequences vary around that mean by the difference of two sines.
@@ -45,7 +43,7 @@ def test_one_seed(tmp_path):
 
 def test_table_of_one_seed(tmp_path):
     write_pair(tmp_path, gain=0.1)
-    summary = summarize([read_paired_runs(tmp_path, 0)], STEP_TIME)
+    summary = summarize(records(tmp_path, [0]), STEP_TIME)
     rows = table(summary)
     assert rows[0] == ("", "vanilla", "KV-shift", "difference or ratio")
     loss = 2 + 3 * math.exp(-3)
@@ -69,7 +67,7 @@ def test_table_of_one_seed(tmp_path):
 def test_several_seeds(tmp_path):
     for seed, gain in enumerate((0.1, 0.11, 0.12)):
         write_pair(tmp_path, seed=seed, gain=gain)
-    summary = summarize([read_paired_runs(tmp_path, seed) for seed in range(3)])
+    summary = summarize(records(tmp_path, range(3)))
     differences = [seed["difference"]["kv-shift"]["mean"] for seed in summary["seeds"]]
     assert summary["verdicts"]["kv-shift"]["difference"] == pytest.approx(sum(differences) / 3)
     assert summary["verdicts"]["kv-shift"]["outcome"] == "lower"
@@ -86,7 +84,7 @@ def test_several_seeds(tmp_path):
 def test_seeds_that_do_not_vary_have_no_interval_in_the_table(tmp_path):
     for seed in range(2):
         write_pair(tmp_path, seed=seed, gain=0.1)
-    rows = table(summarize([read_paired_runs(tmp_path, seed) for seed in range(2)]))
+    rows = table(summarize(records(tmp_path, range(2))))
     assert cells(rows, "mean of 2 seeds")[2] == "-0.0950"
 
 
@@ -99,8 +97,7 @@ def test_more_than_two(tmp_path):
         write_pair(tmp_path, seed=seed, gain=0.1 + 0.01 * seed)
         write_run(tmp_path / f"seed-{seed}" / "smear", seed=seed, variant="smear", gain=0.05 - 0.02 * seed)
     three, two, other = (
-        summarize([read_paired_runs(tmp_path, seed, variants) for seed in range(3)])
-        for variants in (THREE, THREE[:2], (THREE[0], THREE[2]))
+        summarize(records(tmp_path, range(3), variants)) for variants in (THREE, THREE[:2], (THREE[0], THREE[2]))
     )
     assert three["names"] == {"vanilla": "vanilla", "kv-shift": "KV-shift", "smear": "smear"}
     assert three["verdicts"] == two["verdicts"] | other["verdicts"]
@@ -117,8 +114,8 @@ def test_more_than_two(tmp_path):
 
 def test_another_baseline(tmp_path):
     write_pair(tmp_path, gain=0.1)
-    turned = summarize([read_paired_runs(tmp_path, 0, ("kv-shift", "vanilla"))])
-    straight = summarize([read_paired_runs(tmp_path, 0)])
+    turned = summarize(records(tmp_path, [0], ("kv-shift", "vanilla")))
+    straight = summarize(records(tmp_path, [0]))
     there, here = (each["seeds"][0]["difference"] for each in (straight, turned))
     assert here["vanilla"]["mean"] == -there["kv-shift"]["mean"]
     assert cells(table(turned), "steps to KV-shift's final loss") == ("60", "not reached", "")
@@ -127,10 +124,10 @@ def test_another_baseline(tmp_path):
 def test_a_loss_that_is_not_reached(tmp_path):
     for seed, gain in enumerate((-0.1, 0.1)):
         write_pair(tmp_path, seed=seed, gain=gain)
-    summary = summarize([read_paired_runs(tmp_path, 0)])
+    summary = summarize(records(tmp_path, [0]))
     assert summary["seeds"][0]["reach"]["step"]["kv-shift"] is None
     assert cells(table(summary), "steps to vanilla's final loss") == ("60", "not reached", "")
-    both = table(summarize([read_paired_runs(tmp_path, seed) for seed in range(2)]))
+    both = table(summarize(records(tmp_path, range(2))))
     assert cells(both, "tokens to vanilla's final loss")[1] == "not reached by 1 of 2 seeds"
 
 
@@ -142,14 +139,14 @@ def test_steps_are_counted_to_the_end_of_vanilla_even_if_it_dipped_before(tmp_pa
         if line["kind"] == "eval" and line["step"] == 40:
             line["loss"] = final["loss"] - 0.01
     (vanilla / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert summarize([read_paired_runs(tmp_path, 0)])["seeds"][0]["reach"]["step"]["vanilla"] == 60
+    assert summarize(records(tmp_path, [0]))["seeds"][0]["reach"]["step"]["vanilla"] == 60
 
 
 def test_runs_on_other_sequences_are_not_compared(tmp_path):
     write_run(tmp_path / "seed-0" / "vanilla", shift_targets=(), rows=5)
     write_run(tmp_path / "seed-0" / "kvshift", rows=7)
     with pytest.raises(LabError, match="the same number of validation sequences, got 7 and 5"):
-        summarize([read_paired_runs(tmp_path, 0)])
+        summarize(records(tmp_path, [0]))
 
 
 @pytest.mark.parametrize(
@@ -166,50 +163,13 @@ def test_runs_that_are_no_twins_are_not_compared(tmp_path, change, message):
     config = json.loads((shifted / "config.json").read_text())
     (shifted / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(LabError, match=f"differ in more than the variant: {message}$"):
-        summarize([read_paired_runs(tmp_path, 0)])
+        summarize(records(tmp_path, [0]))
 
 
 def test_memory_that_no_system_told(tmp_path):
     vanilla, _ = write_pair(tmp_path)
     result = json.loads((vanilla / "result.json").read_text())
     (vanilla / "result.json").write_text(json.dumps({**result, "peak_memory_bytes": None}))
-    summary = summarize([read_paired_runs(tmp_path, 0)])
+    summary = summarize(records(tmp_path, [0]))
     assert summary["peak_memory"] is None
     assert not [row for row in table(summary) if row[0] == "peak memory"]
-
-
-def test_text_and_markdown():
-    rows = [("", "vanilla", "KV-shift", "difference"), ("loss", "3.25", "3.125", "-0.125")]
-    assert as_text(rows, rule=True).splitlines() == [
-        "      vanilla  KV-shift  difference",
-        "-----------------------------------",
-        "loss     3.25     3.125      -0.125",
-    ]
-    assert as_markdown(rows).splitlines() == [
-        "|  | vanilla | KV-shift | difference |",
-        "|---|---:|---:|---:|",
-        "| loss | 3.25 | 3.125 | -0.125 |",
-    ]
-
-
-def test_run_folders_that_cannot_be_read(tmp_path):
-    with pytest.raises(LabError, match=r"no finished run \(it has no result\.json\)"):
-        read_run(tmp_path)
-    folder = write_run(tmp_path / "run")
-    (folder / "metrics.jsonl").write_text('{"kind":"train"}\n{"kind":\n')
-    with pytest.raises(LabError, match=r"metrics\.jsonl:2: not a line of JSON"):
-        read_run(folder)
-    (folder / "metrics.jsonl").unlink()
-    with pytest.raises(LabError, match=r"metrics\.jsonl: cannot be read"):
-        read_run(folder)
-    (folder / "environment.json").write_text("{")
-    with pytest.raises(LabError, match=r"environment\.json: cannot be read"):
-        read_run(folder)
-
-
-def test_the_last_coefficients_count(tmp_path):
-    run = read_run(write_run(tmp_path / "run", heads=3, layers=2))
-    layers = run.coefficients()
-    assert [sorted(layer) for layer in layers] == [["alpha", "beta"]] * 2
-    assert layers[1]["alpha"] == [[pytest.approx(0.51 + 0.1 * head), -0.25] for head in range(3)]
-    assert read_run(write_run(tmp_path / "vanilla", shift_targets=())).coefficients() == []

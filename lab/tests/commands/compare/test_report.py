@@ -9,10 +9,11 @@ import pytest
 
 from kvshift_lab.analysis import pages
 from kvshift_lab.analysis.curves import PROBE_PANELS
-from kvshift_lab.analysis.report import verdicts, write_report
+from kvshift_lab.commands.compare.report import verdicts, write_report
 
-from .narrow import Page, faults_on_a_phone
-from .run_folders import write_pair, write_run
+from ...analysis.narrow import Page, faults_on_a_phone
+from ...analysis.run_folders import write_pair, write_run
+from .records import records
 
 RATIO = {"ratio": 1.19, "low": 1.17, "high": 1.23}
 STEP_TIME = {"milliseconds": {"vanilla": 31.0, "kv-shift": 37.0}, "ratios": {"kv-shift": RATIO}}
@@ -44,8 +45,8 @@ def add_probes(out, *, names):
 class Report:
     """The files that `write_report` leaves in a folder, and the summary that it returns."""
 
-    def __init__(self, folder, *args, **options):
-        self.folder, self.summary = folder, write_report(folder, *args, **options)
+    def __init__(self, folder, *runs, **options):
+        self.folder, self.summary = folder, write_report(folder, records(folder, *runs), **options)
         self.text = (folder / "report.html").read_text(encoding="utf-8")
         self.page = Page(self.text)
         self.words = self.page.text
@@ -112,8 +113,8 @@ def test_the_page_says_what_the_files_say(two_seeds):
         "× 1.190 (quartiles 1.170 to 1.230)",
         "<b>What</b> & light",  # escaped as text, not markup
         "But soft",
-        "kvshift train --seed 1",
-        str(two_seeds.folder.resolve() / "seed-1" / "kvshift"),
+        "kvshift train --seed 0",
+        f"kvshift train --config {two_seeds.folder.resolve()}/seed-1/kvshift/config.json",
         '"hidden_size": 53',
         '"cpu": "<a CPU>"',
     ):
@@ -153,10 +154,10 @@ def test_of_two_that_shift_the_coefficients_of_each_are_shown(four_variants):
 
 @pytest.mark.slow
 def test_the_comparison_of_the_readme_is_still_drawn(tmp_path):
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     kept = root / "results" / "compare"
     shutil.copytree(kept, tmp_path / "compare", ignore=shutil.ignore_patterns("learning_rates"))
-    write_report(tmp_path / "compare", range(10, 20))
+    write_report(tmp_path / "compare", records(tmp_path / "compare", range(10, 20)))
     drawn, published, page = (
         [line for line in path.read_text().splitlines() if "|" in line]
         for path in (tmp_path / "compare" / "table.md", kept / "table.md", root / "docs" / "compare.md")

@@ -1,117 +1,104 @@
-"""Comparison of variants that were trained with the same options: a summary of numbers, and its table."""
+"""The numbers of a comparison, from the records of its runs, and their table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import OptionTrait, differences, option_names
-from kvshift_lab.core.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
-from kvshift_lab.run.finished import Run
+from kvshift_lab.core.statistics import Estimate, first_reached, mean_of, paired_difference
 from kvshift_lab.run.train_config import TrainConfig
+from kvshift_lab.study.claims import verdict
+from kvshift_lab.study.recipe import Record, accuracy_curve, by_arm
+from kvshift_lab.variants.by_name import label_of
 from kvshift_lab.variants.model_config import ModelConfig
 
 
-@dataclass(frozen=True)
-class PairedRuns:
-    """Finished runs with the same seed that differ only in the variant.
-
-    Attributes:
-        seed: Seed of all runs.
-        runs: Two or more runs by the name of their variant; the first is the baseline.
-    """
-
-    seed: int
-    runs: Mapping[str, Run]
-
-    @property
-    def baseline(self) -> Run:
-        """The run that the others are compared with."""
-        return next(iter(self.runs.values()))
-
-    @property
-    def others(self) -> dict[str, Run]:
-        """All runs except the baseline, by variant."""
-        return dict(list(self.runs.items())[1:])
-
-
-def summarize(paired_runs: Sequence[PairedRuns], step_time: dict[str, Any] | None = None) -> dict[str, Any]:
+def summarize(records: Sequence[Record], step_time: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return all numbers of a comparison by the names of variants, ready for JSON.
 
     Differences ("verdicts", and "difference" of each seed) and ratios are to the baseline, which has no entry itself.
 
     Args:
-        paired_runs: The runs of each seed, with the same variants.
+        records: The records of all variants with each seed; the variant of the first is the baseline.
         step_time: The measurement of `kvshift_lab.commands.compare.step_time`, which is included unchanged.
     """
-    seeds = [_summarize_seed(each) for each in paired_runs]
-    first = paired_runs[0]
-    names = {variant: run.name for variant, run in first.runs.items()}
-    loss = {variant: _over_seeds([seed["loss"][variant] for seed in seeds]) for variant in names}
+    runs = {str(arm.variant): seeds for arm, seeds in by_arm(records).items()}
+    baseline, *others = runs
+    seeds = [_summarize_seed(seed, {variant: runs[variant][seed] for variant in runs}) for seed in runs[baseline]]
+    first = {variant: next(iter(by_seed.values())) for variant, by_seed in runs.items()}
+    names = {variant: label_of(record.options["model"]) for variant, record in first.items()}
+    loss = {variant: _over_seeds([seed["loss"][variant] for seed in seeds]) for variant in runs}
     verdicts = {
         variant: verdict(
             [seed["difference"][variant]["mean"] for seed in seeds],
             rows=Estimate(**seeds[0]["difference"][variant]) if len(seeds) == 1 else None,
-            names=(names[variant], first.baseline.name),
+            names=(names[variant], names[baseline]),
         )
-        for variant in first.others
+        for variant in others
     }
     return {
         "names": names,
         "verdicts": {variant: asdict(found) for variant, found in verdicts.items()},
-        "validation_rows": len(first.baseline.result["eval_losses_per_row"]),
+        "validation_rows": len(first[baseline].result["eval_losses_per_row"]),
         "loss": {variant: asdict(estimate) for variant, estimate in loss.items()},
         "perplexity": {variant: _perplexity(estimate) for variant, estimate in loss.items()},
         "seeds": seeds,
         "step_time": step_time,
-        "peak_memory": _peak_memory(paired_runs),
-        "parameters": {variant: run.result["parameters"] for variant, run in first.runs.items()},
+        "peak_memory": _peak_memory(runs),
+        "parameters": {variant: record.result["parameters"] for variant, record in first.items()},
     }
 
 
-def _require_same_options(baseline: Run, other: Run) -> None:
-    """Raise a LabError unless both runs recorded the same options and data, except for options of the variant."""
-    varying = option_names(ModelConfig, OptionTrait.VARIES_BY_VARIANT)
-    ignored = {"config_hash", *(f"model.{name}" for name in varying)}
-    facts = [run.config.get("data_facts") or {} for run in (baseline, other)]
-    ignored |= {f"data_facts.{name}" for name in facts[0].keys() ^ facts[1].keys()}  # older versions recorded less
-    found = differences(TrainConfig, baseline.config, other.config)
-    lines = [line for name, line in found.items() if name not in ignored]
-    if lines:
-        raise LabError(f"{baseline.folder} and {other.folder} differ in more than the variant: {'; '.join(lines)}")
-
-
-def _summarize_seed(paired_runs: PairedRuns) -> dict[str, Any]:
-    baseline, names = paired_runs.baseline, list(paired_runs.runs)
-    loss = {variant: _final_loss(run) for variant, run in paired_runs.runs.items()}
+def _summarize_seed(seed: int, runs: Mapping[str, Record]) -> dict[str, Any]:
+    """Return the losses of one seed, and for each variant but the first the difference and the steps to its loss."""
+    (name, baseline), *others = runs.items()
+    loss = {variant: _final_loss(record) for variant, record in runs.items()}
     # The baseline reaches its final loss at its end, even if its curve was below that loss before.
-    reach: dict[str, dict[str, Any]] = {
-        unit: {names[0]: baseline.series("eval", unit)[0][-1]} for unit in ("step", "tokens")
-    }
-    differences = {}
-    for variant, run in paired_runs.others.items():
-        _require_same_options(baseline, run)
-        ours, theirs = (each.result["eval_losses_per_row"] for each in (run, baseline))
+    reach: dict[str, dict[str, Any]] = {unit: {name: _evaluated(baseline, unit)[0][-1]} for unit in ("step", "tokens")}
+    difference = {}
+    for variant, record in others:
+        _require_same_options(baseline, record)
+        ours, theirs = (each.result["eval_losses_per_row"] for each in (record, baseline))
         if len(ours) != len(theirs):
             raise LabError(
-                f"{run.folder} and {baseline.folder} must have the same number of validation sequences, "
+                f"{variant} and {name}, seed {seed}, must have the same number of validation sequences, "
                 f"got {len(ours)} and {len(theirs)}"
             )
         by_row = paired_difference(ours, theirs, baseline.result["eval_tokens_per_row"])
         # Use the difference of the reported losses, so that the numbers of a row add up. Its error is over sequences.
-        differences[variant] = Estimate(loss[variant].mean - loss[names[0]].mean, by_row.stderr, by_row.n)
+        difference[variant] = Estimate(loss[variant].mean - loss[name].mean, by_row.stderr, by_row.n)
         for unit, reached in reach.items():
-            where, losses = run.series("eval", unit, "loss")
-            reached[variant] = first_reached(where, losses, loss[names[0]].mean)
+            reached[variant] = first_reached(*_evaluated(record, unit), loss[name].mean)
     return {
-        "seed": paired_runs.seed,
+        "seed": seed,
         "loss": {variant: asdict(estimate) for variant, estimate in loss.items()},
-        "difference": {variant: asdict(estimate) for variant, estimate in differences.items()},
+        "difference": {variant: asdict(estimate) for variant, estimate in difference.items()},
         "reach": reach,
     }
+
+
+def _require_same_options(baseline: Record, other: Record) -> None:
+    """Raise a LabError unless both runs recorded the same options and data, except for options of the variant."""
+    ignored = {f"model.{name}" for name in option_names(ModelConfig, OptionTrait.VARIES_BY_VARIANT)}
+    facts = [record.options.get("data_facts") or {} for record in (baseline, other)]
+    ignored |= {f"data_facts.{name}" for name in facts[0].keys() ^ facts[1].keys()}  # older versions recorded less
+    found = differences(TrainConfig, baseline.options, other.options)
+    lines = [line for name, line in found.items() if name not in ignored]
+    if lines:
+        raise LabError(
+            f"{baseline.arm} and {other.arm}, seed {other.seed}, differ in more than the variant: {'; '.join(lines)}"
+        )
+
+
+def _evaluated(record: Record, unit: str) -> tuple[list[float], list[float]]:
+    """Return the steps of all evaluations, or the tokens until then, and the losses."""
+    steps, losses = accuracy_curve(record, "loss")
+    scale = record.options["tokens_per_step"] if unit == "tokens" else 1
+    return [round(step) * scale for step in steps], losses
 
 
 def _over_seeds(losses: list[dict[str, Any]]) -> Estimate:
@@ -125,19 +112,16 @@ def _perplexity(loss: Estimate) -> dict[str, Any]:
     return asdict(Estimate(value, None if loss.stderr is None else value * loss.stderr, loss.n))
 
 
-def _peak_memory(paired_runs: Sequence[PairedRuns]) -> dict[str, float] | None:
+def _peak_memory(runs: Mapping[str, Mapping[int, Record]]) -> dict[str, float] | None:
     """Return the peak memory of each variant in bytes, a mean over seeds; None if the system does not report it."""
-    peaks = {
-        variant: [each.runs[variant].result["peak_memory_bytes"] for each in paired_runs]
-        for variant in paired_runs[0].runs
-    }
+    peaks = {variant: [run.result["peak_memory_bytes"] for run in seeds.values()] for variant, seeds in runs.items()}
     if any(None in values for values in peaks.values()):
         return None
     return {variant: _mean(values) for variant, values in peaks.items()}
 
 
-def _final_loss(run: Run) -> Estimate:
-    return Estimate(run.result["eval_loss"], run.result["eval_loss_stderr"], run.result["eval_rows"])
+def _final_loss(record: Record) -> Estimate:
+    return Estimate(record.result["eval_loss"], record.result["eval_loss_stderr"], record.result["eval_rows"])
 
 
 def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -203,8 +187,8 @@ def _plus_minus(estimate: dict[str, Any], sign: str = "", digits: int = 4) -> st
     return value if estimate["stderr"] is None else f"{value} ± {estimate['stderr']:.{digits}f}"
 
 
-def _mean(values: Any) -> float:
-    return mean_of(list(values)).mean
+def _mean(values: Iterable[float]) -> float:
+    return mean_of([*values]).mean
 
 
 def legend(summary: dict[str, Any]) -> str:
