@@ -39,7 +39,7 @@ def constrained(parameter: Tensor | None, constraint: str) -> Tensor | None:
         return parameter
     if constraint == "clamp":
         return parameter.clamp(0, 1)
-    now = 1 / (1 + (-parameter).exp())
+    now = parameter.sigmoid()
     return torch.cat([now, 1 - now], dim=1)
 
 

@@ -87,6 +87,7 @@ def check_one_call(backend: str) -> None:
         options = {"dtype": dtype, "batch": 3, "tables": 3, "size": 88, "v_size": 9, "norm": True, "zeros": True}
         next_token_cases.check(next_token_cases.Case(**options))
         next_token_cases.check(next_token_cases.Case(**options, counted=True))
+        next_token_cases.check(next_token_cases.Case(**options | {"zeros": False}))
 
 
 def check_a_full_cache(backend: str) -> None:
@@ -124,7 +125,7 @@ LAST = "        return y, state_after("
 NEXT = "state_after(x, state, plan, max_rows)"
 FIRST = "first_BT = bound_rank[:, sequence_T]"
 RETURN = "    return ShiftPlan(sources.int()"
-CROP = "return self._map(lambda x: x[:, :left].clone())"
+CROP = "return self._map(lambda x: x[:, :remaining].clone())"
 
 OF_BOTH: Table = {
     SHIFT: {
