@@ -103,11 +103,12 @@ def _outcome(
         leaves["k"][~bounds["mask"]] = leaves["v"][~bounds["mask"]] = torch.nan
     inputs: dict[str, Any] = {**leaves, **bounds}
     if rotates:
-        angles = normal(batch, _T, 1, _D // 2, dtype=torch.float32)
+        angles = normal(batch, _T, 1, _D // 2, dtype=torch.float32).float()
+        tables = [table.to(angles.device, compute) for table in (angles.cos(), angles.sin())]
         norms = nn.RMSNorm(_D, 1e-6), nn.RMSNorm(_D, 1e-6)
         for name, norm in zip("qk", norms, strict=True):
             leaves[f"gain of {name}"] = norm.weight = nn.Parameter(normal(_D))
-        inputs |= {"rotary": (angles.cos(), angles.sin()), "norms": norms}
+        inputs |= {"rotary": tuple(tables), "norms": norms}
     else:
         leaves.pop("q")
         inputs["q"] = None
