@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from vllm import _custom_ops as ops
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm_cpu
 from vllm.outputs import RequestOutput
 
 from kvshift.models.retrofit import load_kv_shift
@@ -179,10 +180,16 @@ def compare(model: PreTrainedModel, outputs: list[RequestOutput]) -> tuple[Tenso
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama-retrofit", "int"), ("qwen3", "int"), ("qwen3", "float")])
-def test_weights_of_8_bits(name: str, kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_weights_of_8_bits(
+    name: str, kind: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sometimes an input lies so close to the middle between two 8-bit numbers that its last bit decides the rounding.
     So some logprobs deviate more than in a model that is not quantized; the tokens are the same.
+
+    On a processor with AMX, vLLM would take another kernel than the model here, and vLLM 0.32 cannot prepare it unless
+    the number of outputs is a multiple of 32.
     """
+    monkeypatch.setattr(scaled_mm_cpu, "check_cpu_sgl_kernel", lambda n, k, dtype: False)
     model = quantize(checkpoint(name), tmp_path / "quantized", kind)
     likeliest, errors = compare(model, answers(tmp_path / "quantized"))
     assert likeliest.all()
