@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.export import Dim
 
 from kvshift.ops import ShiftState, dispatch, kv_shift, shift, shift_tokens
@@ -114,6 +115,20 @@ def check_operator_keeps_the_rules_of_torch_library(case: Case) -> None:
     with torch.no_grad():
         rows = 2 if given.next_state is None else given.next_state.shape[1]
         torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, rows))
+
+
+@pytest.mark.parametrize("positions", [0, 3])
+def test_gradients_of_coefficients_and_gains_have_the_dtype_that_a_compiler_is_told(positions):
+    """They are float32 beside tokens in bfloat16; a compiler that was told otherwise would read other numbers."""
+    tokens = [torch.ones(2, positions, 2, 4, dtype=torch.bfloat16) for _ in range(6)]
+    coefficients, tables, gains = torch.ones(2, 2, 2), torch.ones(2, 1, positions, 2), torch.ones(2, 4)
+    call = Call(*tokens[3:], *coefficients, None, None, *tables, *gains)
+    given = (*tokens[:3], *call[:TENSORS], 1e-6)
+    found = torch.ops.kvshift.shift_backward(*given)
+    with FakeTensorMode() as mode:
+        told = torch.ops.kvshift.shift_backward(*(mode.from_tensor(x) if torch.is_tensor(x) else x for x in given))
+    assert [(x.dtype, x.shape, x.stride()) for x in found] == [(x.dtype, x.shape, x.stride()) for x in told]
+    assert [x.dtype for x in found] == [torch.bfloat16] * 3 + [torch.float32] * 4
 
 
 @pytest.mark.slow
