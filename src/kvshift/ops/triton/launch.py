@@ -195,8 +195,9 @@ def _forward_results(x: Call, rows: int) -> list[Shape | None]:
     return [*map(_shape, _outputs(x)), *(_shape(y, rows) for y in next_rows)]
 
 
-def _gradients(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, x: Call) -> list[Tensor | None]:
+def _gradients(grads: Sequence[Tensor | None], x: Call) -> list[Tensor | None]:
     """Return templates of the gradients of q, k, v, alpha, beta, q_scale and k_scale: their shapes and dtypes."""
+    gq_out, gk_out, gv_out = grads
     due = (gq_out, None if gk_out is None else x.k, None if gv_out is None else x.v)
     return [*due, x.alpha, x.beta, x.q_scale, x.k_scale]
 
@@ -219,7 +220,7 @@ def _prepare_backward(kernel: Any, grads: tuple[Tensor | None, ...], x: Call) ->
     ]
     numbers = positions, 0 if gq_out is None else gq_out.shape[2], heads, _rows_per_entry(x)
     launch = _launch(kernel, tiles * grid.lanes, grid, x, *numbers)
-    return _Prepared([*map(_shape, _gradients(*grads, x))], [*coefficients, *gains], launch)
+    return _Prepared([*map(_shape, _gradients(grads, x))], [*coefficients, *gains], launch)
 
 
 def _launch_backward(*args: Any) -> list[Tensor | None]:
@@ -230,7 +231,7 @@ def _launch_backward(*args: Any) -> list[Tensor | None]:
     if prepared is None:
         prepared = _BACKWARD[key] = _prepare_backward(kernel, grads, Call(*args[3:-1], eps=args[-1]))
     if prepared.launch is None:
-        return [None if x is None else torch.zeros_like(x) for x in _gradients(*grads, Call(*args[3:-1]))]
+        return [None if x is None else torch.zeros_like(x) for x in _gradients(grads, Call(*args[3:-1]))]
     gradients = _allocate_like(prepared.results[:3], (grads[0], k, v))
     sums = _allocate(prepared.partials, k, compute_dtype(k))
     prepared.launch(
@@ -247,7 +248,7 @@ def _launch_backward(*args: Any) -> list[Tensor | None]:
 
 def _fake_gradients(*args: Any) -> list[Tensor]:
     x = Call(*args[3:-1])
-    return [x.k.new_empty(0) if y is None else y.new_empty(y.shape) for y in _gradients(*args[:3], x)]
+    return [x.k.new_empty(0) if y is None else y.new_empty(y.shape) for y in _gradients(args[:3], x)]
 
 
 _shift_backward = Operator(
