@@ -1,7 +1,7 @@
 """Run what needs a GPU in one call of nine minutes: tests and measurements, what is least known first.
 
     OUT=results/gpu python benchmarks/gpu.py [--only tests,decode,...] [--minutes 9]
-    OUT=/tmp/gpu python benchmarks/gpu.py --dry                 the same on a machine without a GPU, small
+    OUT=build/gpu python benchmarks/gpu.py --dry                the same on a machine without a GPU, small
 
 The steps are those of `STEPS`, and with --only also those of `MORE`. With --dry, kernels run in Triton's interpreter or
 with a stub of the driver, models are tiny, and no number means anything: it checks that every step starts and ends.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kvshift.ops.arguments import Call
-from kvshift.ops.cpu.next_token import Gains, NextToken, TokenTables
+from kvshift.ops.arguments import Call, Gains
+from kvshift.ops.cpu.next_token import NextToken, TokenTables
 from kvshift.ops.decode import CoefficientCache, next_token
 from kvshift.ops.rope import half_tables
 from kvshift.ops.state import ShiftState

@@ -34,13 +34,13 @@ from kvshift.models.cache import (
     ShiftStaticSlidingWindowLayer,
     StaticShiftCacheLayer,
 )
+from kvshift.ops.arguments import Gains
 from kvshift.ops.cpu import next_token as cpu_next_token
 from kvshift.ops.dispatch import choose_backend, is_gpu
 from kvshift.ops.rope import Rotary, half_tables
 from kvshift.ops.torch_ops import needs_traceable_ops
 from kvshift.ops.triton import next_token as triton_next_token
 
-Gains = cpu_next_token.Gains
 NextToken = cpu_next_token.NextToken | triton_next_token.NextToken
 TokenTables = Any  # of the same module
 Heads = tuple[Tensor, Tensor, Tensor]

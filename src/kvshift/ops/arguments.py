@@ -16,6 +16,9 @@ from kvshift.ops.rope import Rotary
 Norms = tuple[nn.Module, nn.Module]
 """Norms of queries and keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and Llama."""
 
+Gains = tuple[Tensor | None, Tensor | None, float]
+"""Gains of the norms of queries and keys, (D,), and their epsilon; None for no norms."""
+
 TENSORS = 14
 """Number of leading fields of a `Call` that the kernels read, in the order of the torch.library schemas."""
 

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.ops.arguments import Gains
 from kvshift.ops.cpu.kernel import _CPU, _INT, _PARALLEL, _POINTER, _kernels, _Rows
 from kvshift.ops.memory import is_lazy, unreadable_reason
 from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
 
 MAX_SIZE = 1024  # of a head; `max_size` of next_token.h
-
-Gains = tuple[Tensor | None, Tensor | None, float]
-"""Gains of the norms of queries and keys, (D,), and their epsilon; None for no norms."""
 
 
 class _Record(ctypes.Structure):
@@ -185,14 +183,10 @@ class NextToken:
         record = self._record
         for rows, x in ((record.keys, keys), (record.values, values)):
             rows.data, rows.batch, rows.row, rows.head = x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)
-        self._room = record.room = keys.shape[2]
+        record.room = keys.shape[2]
         record.length = None if length is None else length.data_ptr()
         self.buffers, self.length = (keys, values), length
         return True
-
-    def is_full(self, tokens: int) -> bool:
-        """Return True if the cache has no room for more than this many tokens."""
-        return tokens >= self._room
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
         """Shift, normalise and rotate a token that the call `takes`; write the cache and overwrite the state.

@@ -240,7 +240,7 @@ def _launch_backward(*args: Any) -> list[Tensor | None]:
     k_sums, v_sums, *gain_sums = sums
     of_coefficients = [None if x is None else x.sum(0) for x in (k_sums, v_sums)]
     of_gains = [
-        None if x is None else x.sum((0, 1)).to(k.dtype if gain is None else gain.dtype)
+        None if x is None else x.sum((0, 1)).to(gain.dtype)
         for x, gain in zip(gain_sums, (q_scale, k_scale), strict=True)
     ]
     return [*gradients, *of_coefficients, *of_gains]

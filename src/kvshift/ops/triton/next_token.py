@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.ops.arguments import Gains
 from kvshift.ops.memory import PLAIN_TENSOR_TYPES, is_lazy, unreadable_reason
 from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
@@ -23,9 +24,6 @@ from kvshift.ops.triton.compiled_launch import CompiledLaunch, geometry
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_SIZE = 1024  # of a head, in one program of one warp
 _MAX_ROWS = 2**31 - 1
-
-Gains = tuple[Tensor | None, Tensor | None, float]
-"""Gains of the norms of queries and keys, (D,), and their epsilon; None for no norms."""
 
 
 @functools.cache
@@ -175,10 +173,6 @@ class NextToken:
         self.buffers, self.length = (keys, values), length
         self._room = rows
         return True
-
-    def is_full(self, tokens: int) -> bool:
-        """Return True if the cache has no room for more than this many tokens."""
-        return tokens >= self._room
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
         """Shift, normalise and rotate a token that this `takes`; write the cache and overwrite the state.
