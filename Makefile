@@ -47,10 +47,14 @@ test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp
 	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/ops/triton/test_compiled.py $(ARGS)
 
+.PHONY: test-install
+test-install: build/torch/stamp  ## Run every command in an environment with exactly what its page says to install
+	@OMP_NUM_THREADS=1 build/torch/bin/python lab/tests/environments.py build/environments
+
 # PEFT, accelerate, TRL and lm-eval come after the check of what is installed without them; with NEIGHBOURS=newest also in
 # versions that pyproject.toml does not allow yet.
 .PHONY: test-newest
-test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install . ./lab` installs, then with the newest of other packages
+test-newest: .venv-newest/stamp .venv-oldest/stamp test-install  ## Run a short check on what `pip install . ./lab` installs, then with the newest of other packages
 	@.venv-newest/bin/python -P lab/tests/installed.py $(abspath .venv-oldest/bin/python)
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check '.[trl]' './lab[eval]' $(if $(filter newest,$(NEIGHBOURS)),&& \
 		.venv-newest/bin/python -m pip install -qq --disable-pip-version-check --upgrade accelerate lm-eval peft trl)
@@ -203,6 +207,12 @@ build/peers/stamp: constraints.txt
 		tar -xzf $(@D)/$$name-*.tar.gz -C $(@D)/$${name}_tests --strip-components=2 --no-wildcards-match-slash --wildcards '*/tests'; \
 	done
 	@touch $(@D)/transformers_tests/__init__.py $@
+
+# torch alone, of the tested version: its other builds are gigabytes of CUDA.
+build/torch/stamp: constraints.txt
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' $<)"
+	@touch $@
 
 # What a user gets today, without the constraints, except for torch, whose other builds are gigabytes of CUDA.
 # With TRANSFORMERS=newest also a transformers that pyproject.toml does not allow yet.
