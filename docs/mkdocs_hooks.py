@@ -88,6 +88,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             markdown += "\n\n".join(["", f"## {module}", *parts])
     if here in _RECORDS or here.startswith("results/"):
         page.meta["search"] = {"boost": 0.1}
+    if here == "results.md":
+        page.meta["hide"] = ["toc"]  # room for its table
 
     def led(match: re.Match[str]) -> str:
         target = _target(here, match[1])
