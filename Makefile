@@ -114,6 +114,14 @@ format: .venv/stamp  ## Format the code and apply the safe lint fixes
 notebooks: .venv/stamp  ## Make the notebooks in examples/notebooks/ from the scripts beside them
 	@.venv/bin/python examples/notebooks/make.py
 
+# What pyproject.toml names has changed, lab/pyproject.toml names what it was.
+repository_of = $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"$$|\1|p' $(1))
+
+.PHONY: address
+address:  ## Write the address of the repository in pyproject.toml into every other file that names it
+	@old='$(call repository_of,lab/pyproject.toml)' new='$(call repository_of,pyproject.toml)'; \
+		git grep --cached -lF "github.com/$$old" | xargs sed -i "s|github\.com/$$old|github.com/$$new|g"
+
 .PHONY: results
 results: .venv/stamp  ## Make docs/results.md and all figures from results/
 	@.venv/bin/python -m kvshift_lab.recipes.results_pages
