@@ -13,7 +13,7 @@ WITHOUT_GRID = {
     ("fig04", "laptop"): "every rate is shown",
     ("decide", "pilot"): "it measures what seeds change, and decides nothing",
 }
-FEWER_RATES = {("cfg", "long"): 2}
+FEWER_RATES = {("cfg", "long"): 2, ("both_copy", "laptop"): 2}
 TRAIN = [
     (name, preset)
     for name, entry in CATALOGUE.items()
