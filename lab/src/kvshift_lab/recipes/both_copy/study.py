@@ -68,9 +68,12 @@ def arm_of(model: str, layers: int, start: str) -> Arm:
 
 
 def arms(preset: str) -> list[ContinuedJob]:
-    """Return a job for each depth, kind of start and model, the deepest first."""
+    """Return a job for each depth, model and kind of start, the deepest first.
+
+    Starts alternate, so that two processes do not wait for the same start model.
+    """
     size = _SIZES[preset]
-    return [_job(preset, model, layers, start) for layers in size.depths for start in _STARTS for model in size.models]
+    return [_job(preset, model, layers, start) for layers in size.depths for model in size.models for start in _STARTS]
 
 
 def _job(preset: str, model: str, layers: int, start: str) -> ContinuedJob:
