@@ -77,7 +77,8 @@ PRINTED = [
 
 @cache
 def records_of(name: str) -> tuple[Record, ...]:
-    return tuple(without_tuning_runs(read_records(ROOT / "results" / name / "laptop.jsonl")))
+    runs = find_recipe(name).entry.runs
+    return tuple(without_tuning_runs(read_records(ROOT / "results" / runs / "laptop.jsonl")))
 
 
 @cache
