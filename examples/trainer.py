@@ -12,10 +12,13 @@ parser.add_argument("--steps", type=int, default=100, help="of training")
 args = parser.parse_args()  # before the imports below, which take seconds
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from kvshift import param_groups
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+
+transformers.utils.logging.disable_progress_bar()
 
 
 class Repeats(torch.utils.data.Dataset):

@@ -14,6 +14,6 @@ def test_the_example_has_models_with_the_shift():
     functions = runpy.run_path(str(EXAMPLE))
     for name, targets, window in (("small", ("k",), 2), ("large", ("k", "v"), 3)):
         layers = functions[name]().model_spec.model.layers
-        assert {(layer.attention.options.targets, layer.attention.options.window) for layer in layers} == {
+        assert {(layer.attention.shift.options.targets, layer.attention.shift.options.window) for layer in layers} == {
             (targets, window)
         }
