@@ -58,6 +58,10 @@ ENVIRONMENTS = (
         "README.md", LIBRARY, ("python -m kvshift --test", "blocks README.md", "python examples/tiny_gpt.py 2")
     ),
     Environment("docs/tutorial.md", "pip install . accelerate", ("blocks docs/tutorial.md",), extends=LIBRARY),
+    Environment("examples/trainer.py", "pip install . accelerate", ("python examples/trainer.py tr --steps 2",)),
+    Environment(
+        "examples/lora.py", "pip install '.[peft]'", ("python examples/lora.py lo --steps 2",), extends=LIBRARY
+    ),
     Environment("examples/sft.py", "pip install '.[trl]'", ("python examples/sft.py tuned",), extends=LIBRARY),
     Environment(
         "README.md",
