@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 
 from kvshift_lab.run.checkpoints import find_checkpoint, remove_old_checkpoints
-from kvshift_lab.run.train import train
-
-from ..run_cases import assert_same_run, copied, tiny
 
 
 def checkpoint(out: Path, step: int, *, whole: bool = True) -> Path:
@@ -54,21 +51,3 @@ def test_what_is_left_of_a_checkpoint_half_removed_goes(tmp_path):
     checkpoint(tmp_path, 2)
     assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     assert names(tmp_path) == ["checkpoint-2"]
-
-
-def test_a_model_that_stands_is_not_removed_before_the_next(finished, corpus, tmp_path, monkeypatch):
-    """Just before the new model replaces the old one, both are complete on the disk."""
-    out = copied(finished, tmp_path)
-    rename, seen = Path.rename, []
-
-    def watched(path, target):
-        if path.name == ".model.part":
-            seen.append((path / "model.safetensors").exists())
-            seen.append((out / ".model.former" / "model.safetensors").exists())
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", watched)
-    train(tiny(corpus, out))
-    assert seen == [True, True]
-    assert not list(out.glob(".model*"))
-    assert_same_run(out, finished)
