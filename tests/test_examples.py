@@ -102,7 +102,7 @@ def test_each_block_of_the_readme_runs_alone(number, monkeypatch):
         shift = sum(value.numel() for name, value in made.named_parameters() if ".shift." in name)
         assert f"of {made.num_parameters():,} parameters, {shift} of them for the shift" in README
     else:
-        assert namespace["logits"].shape == (2, 16, 64)
+        assert namespace["attended"].shape == (2, 16, 64)
 
 
 def test_what_to_type_comes_before_tables_and_figures():

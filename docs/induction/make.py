@@ -12,7 +12,6 @@ docs/figures/induction.svg                     what both answer, drawn from what
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 import string
 import sys
@@ -55,7 +54,12 @@ text {{ fill: var(--ink); font: 16px ui-monospace, monospace; text-anchor: middl
 .box {{ fill: var(--block); }} .self {{ fill: var(--self); }} .prior {{ fill: var(--prior); }}
 .query {{ fill: none; stroke: var(--ink); stroke-width: 1.5; }}
 .arc {{ fill: none; stroke: var(--blue); stroke-linecap: round; stroke-dasharray: 1; }}
-{motion}@media (prefers-reduced-motion: reduce) {{ * {{ animation: none !important; }} }}
+.show, .slide, .draw {{ animation: show .8s both; }}
+.slide {{ animation-name: show, slide; }} .draw {{ animation-name: show, draw; }}
+@keyframes show {{ from {{ opacity: 0; }} }}
+@keyframes slide {{ from {{ transform: translate(-52px, -44px); }} }}
+@keyframes draw {{ from {{ stroke-dashoffset: 1; }} }}
+@media (prefers-reduced-motion: reduce) {{ * {{ animation: none !important; }} }}
 </style>
 <rect class="paper" width="720" height="370" rx="6"/>
 {rows}</svg>
@@ -113,33 +117,19 @@ def shown(variant: str) -> dict[str, Any]:
 
 
 def picture() -> str:
-    """An animated SVG of both models: keys are filled, the last token asks, a key answers, its value is said."""
+    """An SVG of both models that moves once: keys are filled, the last token asks, a key answers, its value is said."""
     rows = [
         drawn(shown("vanilla"), "One layer without shift", top=24, delay=5),
         drawn(shown("kv-shift"), "One layer with KV shift", top=206, delay=40),
     ]
-    kinds = sorted(set(re.findall(r'class="(?:arc )?((show|slide|draw)-(\d+))"', "".join(rows))))
-    motion = [
-        f".{name} {{ animation: {name} 12s infinite; }}\n@keyframes {name} {{ {_frames(kind, int(tenths) / 1.2)} }}\n"
-        for name, kind, tenths in kinds
-    ]
-    return _SVG.format(rows="".join(rows), motion="".join(motion))
-
-
-def _frames(kind: str, start: float) -> str:
-    """Keyframes of an element that comes at `start` % of the time and goes, as all others do, near its end."""
-    hidden = {"show": "opacity: 0", "slide": "opacity: 0; transform: translate(-52px, -44px)"}
-    hidden["draw"] = "opacity: 0; stroke-dashoffset: 1"
-    there = "opacity: 1; transform: none; stroke-dashoffset: 0"
-    come = f"0%, {start:.1f}% {{ {hidden[kind]}; }} {start + 7:.1f}%, 95% {{ {there}; }}"
-    return f"{come} 98%, 100% {{ opacity: 0; transform: none; stroke-dashoffset: 0; }}"
+    return _SVG.format(rows="".join(rows))
 
 
 def drawn(found: dict[str, Any], title: str, *, top: int, delay: int) -> str:
     """One model: a row of tokens, below them what their keys hold, above them where the last one looks.
 
     Args:
-        delay: when it begins to move, in tenths of a second of the 12 seconds.
+        delay: when it begins to move, in tenths of a second.
     """
     letters = TEXT.split()
     place = [150 + 52 * i for i in range(len(letters))]
@@ -154,14 +144,14 @@ def drawn(found: dict[str, Any], title: str, *, top: int, delay: int) -> str:
         before = found["before"] if i else 0.0
         if before < 0.995:
             wide = 34 * (1 - before)
-            parts.append(f'<g class="show-{delay}">')
+            parts.append(f'<g class="show" {_after(delay)}>')
             parts.append(f'<rect class="self" x="{x + 17 - wide:.1f}" y="{y + 29}" width="{wide:.1f}" height="30"/>')
             if wide > 9:
                 parts.append(f'<text class="letter" x="{x + 17 - wide / 2:.1f}" y="{y + 50}">{letter}</text>')
             parts.append("</g>")
         if before > 0.005:
             wide = 34 * before
-            parts.append(f'<g class="slide-{delay + 7}">')
+            parts.append(f'<g class="slide" {_after(delay + 7)}>')
             parts.append(f'<rect class="prior" x="{x - 17}" y="{y + 29}" width="{wide:.1f}" height="30"/>')
             if wide > 9:
                 parts.append(f'<text class="letter" x="{x - 17 + wide / 2:.1f}" y="{y + 50}">{letters[i - 1]}</text>')
@@ -175,13 +165,17 @@ def drawn(found: dict[str, Any], title: str, *, top: int, delay: int) -> str:
                 bend = "c -14 -24, 14 -24, 8 0"
             start = f"M {last - 4 * (x == last)} {y - 19}"
             parts.append(
-                f'<path class="arc draw-{delay + 18}" pathLength="1" d="{start} {bend}" '
+                f'<path class="arc draw" {_after(delay + 18)} pathLength="1" d="{start} {bend}" '
                 f'stroke-width="{1 + 5 * share:.2f}" stroke-opacity="{0.25 + 0.75 * share:.2f}"/>'
             )
-    parts.append(f'<g class="show-{delay + 26}"><text class="letter" x="{last + 42}" y="{y + 6}">→</text>')
+    parts.append(f'<g class="show" {_after(delay + 26)}><text class="letter" x="{last + 42}" y="{y + 6}">→</text>')
     parts.append(f'<text class="answer" x="{last + 76}" y="{y + 7}">{found["answer"]}</text>')
     parts.append(f'<text class="note" x="{last + 64}" y="{y + 28}">{100 * found["probability"]:.0f} %</text></g>')
     return "".join(parts) + "\n"
+
+
+def _after(tenths: int) -> str:
+    return f'style="animation-delay: {tenths / 10}s"'
 
 
 if __name__ == "__main__":

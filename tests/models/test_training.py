@@ -19,6 +19,7 @@ from .baichuan_m1.tiny import CONFIG, shapes
 from .llama.checks import REFERENCES, names_of
 from .llama.tiny import left_padded, random_tokens, tiny_config, tiny_model
 from .registry import CHECKPOINTING, MODELS, RETROFITTED
+from .retrofit.tiny_families import shifted
 
 GATE = {"Llama, gate, sliding window": partial(tiny_model, shift_constraint="gate", sliding_window=5)}
 ALL = MODELS | RETROFITTED | GATE
@@ -131,6 +132,7 @@ def test_a_compiled_step_has_no_graph_break(name: str, batch: str):
 TRAINED: dict[str, Callable[[], PreTrainedModel]] = {
     "Llama": lambda: KVShiftLlamaForCausalLM(tiny_config(shift_window=3)),
     "Baichuan-M1": MODELS["Baichuan-M1"],
+    "GPT-NeoX": partial(shifted, "GPT-NeoX", torch.float32, tie_word_embeddings=False),
 }
 
 
@@ -169,6 +171,8 @@ def test_trainer_moves_the_coefficients_saves_and_resumes(tmp_path, name: str):
     if name == "Baichuan-M1":
         saved = load_file(tmp_path / "parts" / "checkpoint-2" / "model.safetensors")
         assert {key: tuple(tensor.shape) for key, tensor in saved.items()} == shapes(CONFIG)  # under released names
+    if name == "GPT-NeoX":
+        assert "embed_out.weight" in load_file(tmp_path / "parts" / "checkpoint-2" / "model.safetensors")
     assert_equal(trained(tmp_path / "parts", 4, resume=True, name=name).state_dict(), whole, rtol=0, atol=0)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-4").state_dict()
     assert_equal(loaded, whole, rtol=0, atol=0)

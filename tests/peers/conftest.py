@@ -58,7 +58,7 @@ def pytest_runtest_makereport(
     """Turn an expected failure into "xfailed", and everything else that an expected failure does into a failure."""
     report = yield
     entry = item.stash.get(expected_failure, None)
-    if entry is None or call.when != "call":
+    if entry is None or not (call.when == "call" or (call.when == "setup" and report.skipped)):
         return report
     if call.excinfo is not None and report.failed and entry.error in str(call.excinfo.value):
         item.stash[has_failed] = True

@@ -4,7 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from kvshift_lab.core.errors import LabError
 from kvshift_lab.run.checkpoints import find_checkpoint, remove_old_checkpoints
 
 
@@ -51,3 +54,23 @@ def test_what_is_left_of_a_checkpoint_half_removed_goes(tmp_path):
     checkpoint(tmp_path, 2)
     assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     assert names(tmp_path) == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), r"lacks 1 weights of the model, such as model\.norm"),
+        (lambda weights: weights.update(a=torch.ones(3)), "has 1 weights that the model does not have, such as a"),
+    ],
+    ids=["missing", "unknown"],
+)
+def test_weights_that_are_not_those_of_the_model(edit, said, finished, corpus, tmp_path):
+    """Trainer only warns, and goes on with initial weights."""
+    out = copied(finished, tmp_path)
+    file = find_checkpoint(out) / "model.safetensors"
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(LabError, match=f"the checkpoint {said}"):
+        train(tiny(corpus, out))
+    assert not (out / "result.json").exists()

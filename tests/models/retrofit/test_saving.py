@@ -97,3 +97,10 @@ def test_gpt_neox_from_a_folder_with_the_earlier_name_of_its_head(tmp_path):
     add_kv_shift(type(plain).from_pretrained(tmp_path / "plain")).save_pretrained(tmp_path / "shifted")
     loaded = load_kv_shift(tmp_path / "shifted")
     assert torch.equal(loaded.lm_head.weight, plain.lm_head.weight)
+    weights = load_file(tmp_path / "shifted" / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    torch.nn.init.zeros_(loaded.lm_head.weight)
+    torch.nn.ModuleDict({"inner": loaded}).load_state_dict({f"inner.{name}": x for name, x in weights.items()})
+    assert torch.equal(loaded.lm_head.weight, plain.lm_head.weight)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"embed_out\.weight"'):  # the head under both its names
+        loaded.load_state_dict({**weights, "lm_head.weight": weights["embed_out.weight"]})

@@ -60,10 +60,11 @@ The main claims about KV shift, and our verdict on each. This page is made from 
 [results](results.md), which have every claim, setting and figure. Models here have at most a few million parameters, so
 a verdict is about the direction of an effect at that size. Intervals are 95 %, over seeds.
 
-On text, models with KV shift have a lower loss at 2, 4 and 8 layers in every pair of runs of `decide`, by more than the
-margin that was written down before. The gain is on pairs of tokens that were seen before: every model with the shift
-begins to copy from its context within the training, and none without it does. Whether a gain remains once plain
-attention copies too is not known, because no plain model that we trained on text has begun to.
+On text, models with KV shift have a lower loss at 2, 4 and 8 layers in every pair of runs of `decide`, by more than
+the margin that was written down before. At the end and at these rates, the gain is on pairs of tokens that were seen
+before: every model with the shift begins to copy from its context within the training, and none without it does.
+Whether a gain remains once plain attention copies too is not known, because no plain model that we trained on text
+from random weights has begun to.
 """
 
 _SUMMARY_WORDS: dict[Direction, str] = {

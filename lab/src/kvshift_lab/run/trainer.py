@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from datasets import Dataset
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import EvalPrediction, Trainer, TrainingArguments
+from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from kvshift_lab.core.errors import DivergedError, RunFailedError
+from kvshift_lab.core.errors import DivergedError, LabError, RunFailedError
 from kvshift_lab.core.messages import log
 from kvshift_lab.data.order import EndlessStream, ShuffledEpochs
 from kvshift_lab.run.callbacks import Evaluation
@@ -72,6 +72,16 @@ class RunTrainer(Trainer):
         """Restore a checkpoint's partial sum of losses, so that the next mean that is logged includes earlier steps."""
         path = Path(checkpoint) / _UNLOGGED
         self._unlogged = json.loads(path.read_text()) if path.exists() else {}
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Stop the run if a checkpoint lacks weights of the model or has others, for which Trainer only warns."""
+        tied = cast(PreTrainedModel, self.model).all_tied_weights_keys
+        for keys, what in (
+            (set(load_result.missing_keys) - tied.keys(), "lacks {} weights of the model"),
+            (set(load_result.unexpected_keys), "has {} weights that the model does not have"),
+        ):
+            if keys:
+                raise LabError(f"the checkpoint {what.format(len(keys))}, such as {min(keys)}")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._unlogged:  # by now, Trainer has reset its sum to 0

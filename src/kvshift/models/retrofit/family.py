@@ -16,6 +16,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from kvshift.layers import KVShift, ShiftOptions
@@ -67,6 +68,16 @@ class Retrofitted(ShiftedPreTrainedModel):
         self.family.refuse(config)
         super().__init__(config)  # type: ignore[call-arg]
         convert(self, self.family, config)  # type: ignore[arg-type]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept the names that `save_pretrained` writes, from which `Trainer` resumes: GPT-NeoX's head."""
+        conversions = get_checkpoint_conversion_mapping(type(self).__name__) or []
+        for renaming in (each for each in conversions if isinstance(each, WeightRenaming)):
+            for key in list(state_dict):
+                name = prefix + renaming.rename_source_key(key.removeprefix(prefix))[0]
+                if name not in state_dict:
+                    state_dict[name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
 class RetrofittedDecoder(RotaryDecoder, Retrofitted):
