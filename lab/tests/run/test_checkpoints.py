@@ -9,6 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.run.checkpoints import find_checkpoint, remove_old_checkpoints
+from kvshift_lab.run.train import train
+
+from ..run_cases import copied, tiny
 
 
 def checkpoint(out: Path, step: int, *, whole: bool = True) -> Path:
