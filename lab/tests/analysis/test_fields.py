@@ -4,16 +4,23 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from kvshift_lab.analysis.fields import draw_field, draw_flow
+from kvshift_lab.analysis.fields import draw_fields, draw_flow
 from kvshift_lab.theory.gradient_flow import take_steps
 from kvshift_lab.theory.limit_loss import exact, script
 from kvshift_lab.theory.loss_field import loss_field
 
 
 def test_panels_show_levels_streams_and_induction():
-    with_levels, exact_102, script_100 = panels = Figure().subplots(1, 3)
-    for axes, form in zip(panels, (exact(4), exact(102), script(100)), strict=True):
-        draw_field(axes, loss_field(form, 9))
+    rows = {
+        "exact": {"T = 4": loss_field(exact(4), 9), "T = 102": loss_field(exact(102), 9)},
+        "script": {"O(T) = 100": loss_field(script(100), 9)},
+    }
+    with_levels, exact_102, script_100 = draw_fields(rows).axes
+    assert [axes.get_title() for axes in (with_levels, exact_102, script_100)] == [
+        "exact, T = 4",
+        "exact, T = 102",
+        "script, O(T) = 100",
+    ]
     (contour,) = [drawn for drawn in with_levels.collections if hasattr(drawn, "levels")]
     assert contour.levels.tolist() == pytest.approx([1.25, 1.3, 1.35, 1.4, 1.45, 1.5])
     assert not with_levels.texts

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvshift_lab.analysis.colors import BLUE, GREEN, PURPLE, VERMILLION
+from kvshift_lab.analysis.panels import new_figure
 from kvshift_lab.theory.gradient_flow import Trajectory
 from kvshift_lab.theory.loss_field import LEVELS, Field
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _LINES = {"$α_1$": (GREEN, "-"), "$α_2$": (GREEN, "--"), "$β_1$": (PURPLE, "-."), "$β_2$": (PURPLE, ":")}
+
+
+def draw_fields(rows: Mapping[str, Mapping[str, Field]]) -> Figure:
+    """Draw a panel for each field (see `draw_field`), given by name of the row and then by title of the panel."""
+    fields = {f"{name}, {title}": field for name, panels in rows.items() for title, field in panels.items()}
+    figure, panels = new_figure([*fields], columns=3)
+    for axes, field in zip(panels, fields.values(), strict=True):
+        draw_field(axes, field)
+    return figure
 
 
 def draw_field(axes: Axes, field: Field) -> None:

@@ -90,5 +90,10 @@ def descend_within(form: Form, points: int = 21, *, length: float = 0.01, steps:
     return place.numpy()
 
 
+def figure2_fields(points: int = 101) -> dict[str, dict[str, Field]]:
+    """Compute the field of every panel of `FIGURE2`."""
+    return {row: {title: loss_field(form, points) for title, form in panels.items()} for row, panels in FIGURE2.items()}
+
+
 def _coefficients(alpha1: Tensor, beta1: Tensor) -> Tensor:
     return torch.stack([alpha1, 1 - alpha1, beta1, 1 - beta1], dim=-1)
