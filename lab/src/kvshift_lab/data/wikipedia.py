@@ -1,7 +1,8 @@
 """English Wikipedia of 2014, the text of many recipes, built from its source.
 
     git clone --filter=blob:none --no-checkout https://github.com/ZhouYii/PatchedDistro pages
-    git -C pages checkout 961716d8a5a0df1a6373a4d61e360a0b5d1b85cd -- data
+    git -C pages sparse-checkout set data
+    git -C pages checkout 961716d8a5a0df1a6373a4d61e360a0b5d1b85cd
     python -m kvshift_lab.data.wikipedia pages/data texts
     export KVSHIFT_SHARED_DATA=$PWD/texts
 
