@@ -30,12 +30,12 @@ def colors_by_label(figure):
 
 
 def first_points_cut_off(figure):
-    """Return the labels of curves whose first point lies outside their panel, except for pale curves."""
+    """Return the labels of curves whose first point lies outside their panel, except for dotted curves."""
     cut = []
     for axes in figure.axes:
         (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
         for line in axes.lines:
-            if line.get_transform() != axes.transData or not len(line.get_xdata()) or line.get_alpha() == 0.25:
+            if line.get_transform() != axes.transData or not len(line.get_xdata()) or line.get_linestyle() == ":":
                 continue
             x, y = line.get_xydata()[0]
             if not (left <= x <= right and low <= y <= high):

@@ -5,6 +5,7 @@ The setting and the level were found by the search of the archived recipe `phase
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,7 +174,7 @@ def mean_text(gains: Sequence[float]) -> str:
 
 
 def draw_onset(axes: Axes, onset: InductionOnset, arms: Mapping[Arm, str], name: str) -> None:
-    """Draw a curve of some arms over tokens, with an upright line where an arm begins to copy.
+    """Draw a curve of some arms over tokens, with a vertical line where an arm begins to copy.
 
     Args:
         axes: where to draw.
@@ -189,7 +190,7 @@ def draw_onset(axes: Axes, onset: InductionOnset, arms: Mapping[Arm, str], name:
             curves[label] = {
                 seed: ([step * tokens / 1e6 for step in steps], values) for seed, (steps, values) in by_seed.items()
             }
-    draw_means(axes, curves)
+    draw_means(axes, curves, limits=(0, 1) if name == "prefix_matching" else (0, math.inf))
     axes.set_xlabel("million training tokens")
     lines = {line.get_label(): line for line in axes.get_lines()}
     for arm, label in arms.items():
@@ -199,8 +200,8 @@ def draw_onset(axes: Axes, onset: InductionOnset, arms: Mapping[Arm, str], name:
 
 
 def draw_copying_level(axes: Axes) -> None:
-    """Draw `LEVEL` in a panel of prefix matching, and explain the upright lines of `draw_onset` in the legend."""
-    draw_chance(axes, LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")
+    """Draw `LEVEL` in a panel of prefix matching, and explain the vertical lines of `draw_onset` in the legend."""
+    draw_chance(axes, LEVEL, f"prefix matching of {LEVEL:g}; vertical line: where it is passed (geometric mean)")
 
 
 def tokens_per_step(record: Record) -> int:

@@ -60,11 +60,12 @@ def plot(records: Sequence[Record]) -> Figure:
     """Plot prefix matching, and the loss on pairs of tokens seen before and on all targets, over tokens."""
     onset = InductionOnset(records)
     titles = {
-        "prefix_matching": "Prefix matching of the best head",
-        "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
-        "loss": "Loss of all targets",
+        "prefix_matching": "Prefix matching, best head",
+        "loss_pair_seen": "Loss, pair seen before",
+        "loss": "Loss, all targets",
     }
-    figure, panels = new_figure([*titles.values()], ylabels=["attention", *["nats per token"] * 2])
+    figure, panels = new_figure([*titles.values()], ylabels=["prefix matching", "nats per token", ""])
+    panels[2].sharey(panels[1])
     for axes, name in zip(panels, titles, strict=True):
         draw_onset(axes, onset, {arm: arm.label for arm in ARMS}, name)
     draw_copying_level(panels[0])
