@@ -13,9 +13,11 @@ from functools import cached_property
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from kvshift_lab.analysis.accuracy import draw_chance, draw_means
 from kvshift_lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
+from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.analysis.tables import as_markdown
 from kvshift_lab.core.statistics import t_interval
 from kvshift_lab.recipes.language_models.settings import WIKI
@@ -202,6 +204,23 @@ def draw_onset(axes: Axes, onset: InductionOnset, arms: Mapping[Arm, str], name:
 def draw_copying_level(axes: Axes) -> None:
     """Draw `LEVEL` in a panel of prefix matching, and explain the vertical lines of `draw_onset` in the legend."""
     draw_chance(axes, LEVEL, f"prefix matching of {LEVEL:g}; vertical line: where it is passed (geometric mean)")
+
+
+def plot_onset(arms: Sequence[Arm], records: Sequence[Record]) -> Figure:
+    """Plot prefix matching, and the loss on pairs of tokens seen before and on all targets, over tokens."""
+    onset = InductionOnset(records)
+    titles = {
+        "prefix_matching": "Prefix matching, best head",
+        "loss_pair_seen": "Loss, pair seen before",
+        "loss": "Loss, all targets",
+    }
+    figure, panels = new_figure([*titles.values()], ylabels=["prefix matching", "nats per token", ""])
+    panels[2].sharey(panels[1])
+    for axes, name in zip(panels, titles, strict=True):
+        draw_onset(axes, onset, {arm: arm.label for arm in arms}, name)
+    draw_copying_level(panels[0])
+    legend_below(figure, INTERVALS)
+    return figure
 
 
 def tokens_per_step(record: Record) -> int:
