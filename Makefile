@@ -219,7 +219,7 @@ build/peers/stamp: constraints.txt
 # torch alone, of the tested version: its other builds are gigabytes of CUDA.
 build/torch/stamp: constraints.txt
 	@$(PYTHON) -m venv --clear $(@D)
-	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' $<)"
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-compile "$$(grep '^torch==' $<)"
 	@touch $@
 
 # What a user gets today, without the constraints, except for torch, whose other builds are gigabytes of CUDA.

@@ -52,6 +52,7 @@ class Environment:
     extends: str | None = None
 
 
+OFFLINE = "could not be downloaded"  # what `kvshift explore` says without its files and without a network
 LIBRARY, LAB = "pip install .", "pip install . ./lab"
 ENVIRONMENTS = (
     Environment(
@@ -122,7 +123,7 @@ def make(line: str, place: Path, beneath: Sequence[Path]) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", place], check=True)
     lines = "".join(f"import site; site.addsitedir({str(site_packages(each))!r})\n" for each in beneath)
     (site_packages(place) / "beneath.pth").write_text(lines, encoding="utf-8")
-    subprocess.run([*pip, *shlex.split(line)[1:], "--quiet"], cwd=ROOT, check=True)
+    subprocess.run([*pip, *shlex.split(line)[1:], "--quiet", "--no-compile"], cwd=ROOT, check=True)
 
 
 def run(command: str, place: Path, where: Path) -> subprocess.CompletedProcess[str]:
@@ -143,7 +144,8 @@ def check(environment: Environment, place: Path, where: Path) -> None:
     assert environment.install in (ROOT / environment.page).read_text(encoding="utf-8").replace("\n", " ")
     for command in environment.commands:
         done = run(command, place, where)
-        assert done.returncode == 0, f"after {environment.install}, {command}:\n{done.stdout}{done.stderr}"
+        offline = done.returncode == 2 and OFFLINE in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 0 or offline, f"after {environment.install}, {command}:\n{done.stdout}{done.stderr}"
     for command, named in environment.refused.items():
         done = run(command, place, where)
         last = (done.stderr.splitlines() or [""])[-1]

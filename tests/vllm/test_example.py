@@ -23,12 +23,14 @@ def test_the_example_writes_the_greedy_tokens_of_transformers(tmp_path: Path) ->
     torch.manual_seed(7)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     KVShiftLlamaForCausalLM(KVShiftLlamaConfig(vocab_size=256, **sizes)).save_pretrained(tmp_path)
-    command = [sys.executable, str(EXAMPLE), str(tmp_path), "to be", "or", "--tokens", "5"]
+    command = [sys.executable, str(EXAMPLE), str(tmp_path), "to be", "or", "--tokens", "5", "--dtype", "float32"]
     done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     for prompt in ("to be", "or"):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         answer = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0)
         expected = tokenizer.decode(answer[0], clean_up_tokenization_spaces=False)
+        expected = expected.rstrip("\ufffd")  # vLLM leaves out the bytes of a character that is not complete
+        assert len(expected) > len(prompt)
         assert expected in done.stdout.decode()
