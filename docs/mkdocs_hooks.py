@@ -1,13 +1,15 @@
 """Hooks of mkdocs: the pages as they are on disk become a site, and nothing is written twice.
 
-The index, README.md, says which pages there are, under which door and in which order. Figures outside of docs/ are
-taken into the site; other links that lead out of docs/ lead to the repository, whose address is in pyproject.toml. The
-API reference is made from docstrings.
+The index, README.md, says which pages there are, under which door and in which order. Pages and figures of results/
+are taken into the site; other links that lead out of docs/ lead to the repository, whose address is in pyproject.toml.
+reference.md names the public API, and its docstrings are added.
 """
 
 from __future__ import annotations
 
+import datetime
 import re
+import subprocess
 import tomllib
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
@@ -20,18 +22,8 @@ from mkdocs.structure.pages import Page
 import kvshift
 
 ROOT = Path(__file__).parent.parent
-PUBLIC = {
-    "Operator and layers": [f"kvshift.{name}" for name in kvshift.__all__ if not name.startswith("_")],
-    "Models": [
-        "kvshift.models.llama.KVShiftLlamaConfig",
-        "kvshift.models.llama.KVShiftLlamaForCausalLM",
-        "kvshift.models.retrofit.add_kv_shift",
-        "kvshift.models.retrofit.load_kv_shift",
-        "kvshift_lab.check.check_model",
-        "kvshift.models.baichuan_m1.BaichuanM1Config",
-        "kvshift.models.baichuan_m1.BaichuanM1ForCausalLM",
-    ],
-}
+_NAMES = re.compile(r"^\| `([\w.]+)` \| (.*?) \|", re.MULTILINE)  # rows of reference.md: a module, public names
+_RECORDS = ("findings.md", "results.md")  # search ranks these, which mention every word, after the guides
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\))")
 
 
@@ -39,50 +31,80 @@ def _repository() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
 
 
-def _outside(page: str, target: str) -> str | None:
-    """Where a link of a page leads, from the root of the repository, if that is out of docs/."""
-    path = normpath(PurePosixPath("docs", page).parent / target)
-    return None if path.startswith("docs/") or path == "docs" else path
+def _version() -> str:
+    """The version with the date of the commit, or today's where there is no repository."""
+    git = subprocess.run(["git", "log", "-1", "--format=%cs"], cwd=ROOT, capture_output=True, text=True)
+    return f"kvshift {kvshift.__version__}, {git.stdout.strip() or datetime.date.today().isoformat()}"
+
+
+def _target(page: str, link: str) -> str:
+    """Where a link of a page leads, from the root of the repository."""
+    here = PurePosixPath(page) if page.startswith("results/") else PurePosixPath("docs", page)
+    return normpath(here.parent / link)
+
+
+def _in_site(target: str) -> str | None:
+    """The place of a file in the site, if it is there."""
+    if target.startswith("docs/"):
+        return target.removeprefix("docs/")
+    return target if target.startswith("results/") and target.endswith((".svg", "/page.md")) else None
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The navigation: the doors of the index, and what stands behind each."""
     config.repo_url, config.repo_name = _repository(), "kvshift"
-    nav: list[Any] = [{"Documentation": "README.md"}, {"The idea in a minute": "induction/README.md"}]
+    config.copyright = _version()
+    nav: list[Any] = [{"Home": "README.md"}, {"The idea in a minute": "induction/README.md"}]
     _, *doors = (ROOT / "docs/README.md").read_text(encoding="utf-8").split("\n## ")
     for door in doors:
         title, text = door.split("\n", 1)
         pages = []
         for name, target in re.findall(r"^\| \[([^]]+)\]\(([^)]+)\)", text, flags=re.MULTILINE):
-            outside = _outside("README.md", target)
-            pages.append({name: f"{config.repo_url}/blob/HEAD/{outside}" if outside else target})
+            path = _target("README.md", target)
+            if not _in_site(path):
+                pages.append({name: f"{config.repo_url}/blob/HEAD/{path}"})
+            elif "#" not in target:  # part of a page; mkdocs takes pages only
+                pages.append({name: target})
         nav.append({title: pages})
-    nav[2]["I have a model"].append({"API reference": "reference.md"})
     config.nav = nav
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Figures of results, and the API reference."""
-    for figure in ROOT.glob("results/**/*.svg"):
-        files.append(File.generated(config, str(figure.relative_to(ROOT)), abs_src_path=str(figure)))
-    parts = [f"## {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) for title, names in PUBLIC.items()]
-    text = "# API reference\n\nMade from docstrings. What is not here may change.\n\n" + "\n\n".join(parts)
-    files.append(File.generated(config, "reference.md", content=text))
+    """Pages and figures of results."""
+    for path in (*ROOT.glob("results/**/*.svg"), *ROOT.glob("results/*/page.md")):
+        files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that lead out of docs/ lead to a figure of the site, or into the repository."""
+    """Links lead within the site or into the repository. The home gets the version, the reference its docstrings."""
     here = page.file.src_uri
-    up = "../" * here.count("/")
+    if here == "README.md":
+        markdown = markdown.replace("# kvshift\n", f"# kvshift\n\n{_version()}\n", 1)
+    if here == "reference.md":
+        for module, names in _NAMES.findall(markdown):
+            parts = [f"::: {module}.{name}" for name in re.findall(r"`(\w+)`", names)]
+            markdown += "\n\n".join(["", f"## {module}", *parts])
+    if here in _RECORDS or here.startswith("results/"):
+        page.meta["search"] = {"boost": 0.1}
+    if here == "results.md":
+        page.meta["hide"] = ["toc"]  # room for its table
 
     def led(match: re.Match[str]) -> str:
-        outside = _outside(here, match[1])
-        if outside is None:
-            return match[0]
-        if outside.endswith(".svg"):
-            return f"{up}{outside}"
-        return f"{config.repo_url}/blob/HEAD/{outside}{match[2] or ''}"
+        target = _target(here, match[1])
+        inside = _in_site(target)
+        led_to = f"{config.repo_url}/blob/HEAD/{target}" if inside is None else "../" * here.count("/") + inside
+        return f"{led_to}{match[2] or ''}"
 
     return _LINK.sub(led, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Leave out the part of the theme that asks GitHub for stars and versions: nothing is fetched from elsewhere."""
+    return output.replace('data-md-component="source"', "")
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same in pages without a source, such as the one for a wrong address."""
+    return output_content.replace('data-md-component="source"', "")

@@ -18,6 +18,7 @@ from kvshift_lab.data.packing import (
     collate,
     count_tokens,
     encoder,
+    make_periodic,
     pack,
     pack_documents,
     pack_stream,
@@ -263,3 +264,35 @@ def test_spans_are_repeated_in_training_data_read_either_way(tmp_path):
     streamed = pack_stream(documents.to_iterable_dataset(), TOKENIZER, 64, "concat", 0.5)
     assert [row["input_ids"] for row in streamed] == [row.tolist() for row in expected]
     assert any(row.tolist() != other.tolist() for row, other in zip(repeated, plain, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["text", "random", "both"])
+def test_periodic_sequences_repeat_a_span_to_their_end(kind):
+    tokens = np.arange(2000, 2200, dtype=np.int32)
+    periods, from_text = set(), 0
+    for number in range(600):
+        row = make_periodic(tokens, number, kind, 1000)
+        assert row.dtype == tokens.dtype
+        assert len(row) == len(tokens)
+        period = next(n for n in range(1, len(row)) if np.array_equal(row[n:], row[:-n]))
+        periods.add(period)
+        if row.min() >= 2000:
+            assert np.array_equal(row[:period], tokens[:period])
+            from_text += 1
+        else:
+            assert 0 <= row.min() <= row.max() < 1000
+    assert periods == set(range(16, 64))
+    low, high = {"text": (600, 600), "random": (0, 0), "both": (250, 350)}[kind]
+    assert low <= from_text <= high
+    assert np.array_equal(tokens, np.arange(2000, 2200)), "edited in place"
+
+
+@pytest.mark.parametrize("kind", ["text", "random", "both"])
+def test_training_sequences_are_periodic_read_either_way(kind):
+    documents = datasets.Dataset.from_dict({"text": ["to be or not to be, that is the question\n" * 3] * 40})
+    plain = [row.numpy().astype(np.int32) for row in pack_documents(documents, TOKENIZER, 64, "concat")["input_ids"]]
+    expected = [make_periodic(row, number, kind, len(TOKENIZER)).tolist() for number, row in enumerate(plain)]
+    stored = pack_documents(documents, TOKENIZER, 64, "concat", periodic=kind)["input_ids"]
+    assert [row.tolist() for row in stored] == expected
+    streamed = pack_stream(documents.to_iterable_dataset(), TOKENIZER, 64, "concat", periodic=kind)
+    assert [row["input_ids"] for row in streamed] == expected

@@ -11,9 +11,11 @@ from kvshift_lab.study.jobs import RunJob
 
 WITHOUT_GRID = {
     ("fig04", "laptop"): "every rate is shown",
+    ("fig04c", "laptop"): "every rate is shown",
+    ("start_values", "laptop"): "one model from three start values, at the rate that keys_values chose for one of them",
     ("decide", "pilot"): "it measures what seeds change, and decides nothing",
 }
-FEWER_RATES = {("cfg", "long"): 2}
+FEWER_RATES = {("cfg", "long"): 2, ("both_copy", "laptop"): 2}
 TRAIN = [
     (name, preset)
     for name, entry in CATALOGUE.items()

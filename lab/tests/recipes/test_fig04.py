@@ -65,14 +65,14 @@ def test_what_counts_as_diverged(losses: list[float], result: dict[str, int], ex
 
 def test_the_papers_figure() -> None:
     """KV-shift is lower at every rate, and only vanilla diverges at the highest rate."""
-    given = ended(records([0.02, 0.03, 0.025, 0.01, 0.02]), "vanilla", 5.0, diverged_at=170)
+    given = ended(records([0.02, 0.03, 0.025, 0.01, 0.02, 0.02]), "vanilla", 5.0, diverged_at=170)
     directions = [claim.direction for claim in RECIPE.claims(given) if not claim.own]
     assert directions == ["holds", "holds", "holds", "not shown", "holds"]
     assert RECIPE.claims(given)[3].ours == "a run diverged: no interval"
 
 
 def test_against_the_paper() -> None:
-    given = ended(records([-0.02, -0.03, -0.025, -0.01, -0.02]), "kv-shift", 5.0, 4.0, 5.0)
+    given = ended(records([-0.02, -0.03, -0.025, -0.01, -0.02, -0.02]), "kv-shift", 5.0, 4.0, 5.0)
     assert [claim.direction for claim in RECIPE.claims(given)][:5] == ["fails"] * 5
     assert [claim.direction for claim in RECIPE.claims(records([0.02, 0.04, -0.03, 0.0, 0.01]))][:4] == [
         "not shown"
@@ -85,12 +85,12 @@ def test_three_of_three_decide_nothing_about_divergence() -> None:
 
 
 def test_where_neither_diverges_the_contrast_fails() -> None:
-    last = RECIPE.claims(records([0.02, 0.03, 0.025, 0.01, 0.02]))[4]
-    assert (last.direction, last.ours) == ("fails", "in 0 of 5 seeds; vanilla diverges in 0, KV-shift in 0")
+    last = RECIPE.claims(records([0.02, 0.03, 0.025, 0.01, 0.02, 0.02]))[4]
+    assert (last.direction, last.ours) == ("fails", "in 0 of 6 seeds; vanilla diverges in 0, KV-shift in 0")
 
 
 def test_a_miniature_in_which_vanilla_does_not_diverge_cannot_tell_them_apart() -> None:
-    given = records([0.02, 0.03, 0.025, 0.01, 0.02], size=None)
+    given = records([0.02, 0.03, 0.025, 0.01, 0.02, 0.02], size=None)
     assert RECIPE.claims(given)[4].direction == "not testable here"
     assert RECIPE.claims(ended(given, "vanilla", 5.0, diverged_at=170))[4].direction == "holds"
 

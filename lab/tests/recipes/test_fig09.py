@@ -56,8 +56,9 @@ def test_the_sizes_are_those_of_the_paper():
 @pytest.mark.parametrize(
     ("ours", "theirs", "direction"),
     [
-        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], "not shown"),  # three seeds of three are too few
-        ([1.0] * 5, [1.0] * 5, "holds"),
+        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], "not shown"),  # three equal pairs are too few
+        ([1.0] * 5, [1.0] * 5, "not shown"),
+        ([1.0] * 6, [1.0] * 6, "holds"),
         ([0.50, 0.506, 0.50], [0.50, 0.50, 0.506], "holds"),
         ([0.9, 0.92, 0.91], [0.5, 0.53, 0.5], "fails"),
         ([0.5, 0.53, 0.5], [0.9, 0.92, 0.91], "fails"),
@@ -67,7 +68,7 @@ def test_each_size_is_judged_by_its_own_interval(ours: list[float], theirs: list
     other = records("0.8K", [0.1] * len(ours), [0.1] * len(ours))
     much, soon, much_more, _ = RECIPE.claims([*records("0.4M", ours, theirs), *other][::-1])
     assert "0.8K" in much.statement
-    assert much.direction == ("holds" if len(ours) == 5 else "not shown")
+    assert much.direction == ("holds" if len(ours) == 6 else "not shown")
     assert soon.direction == "not shown"
     assert "0.4M" in much_more.statement
     assert much_more.direction == direction

@@ -19,7 +19,7 @@ def records(copying: dict[str, int | None], losses: dict[str, float]) -> list[Re
     """Return runs of six seeds, given for each variant the index of the step at which it copies, and its last loss."""
     found = []
     for arm in ARMS:
-        options = to_json(study._config("laptop")) | {"data_facts": {"tokens": 1024}}
+        options = to_json(study.setting("laptop")) | {"data_facts": {"tokens": 1024}}
         for seed in range(6):
             at, last = copying[str(arm.variant)], losses[str(arm.variant)] + 0.01 * seed + 0.001 * seed % 2
             matching = [0.5 if at is not None and index >= at else 0.01 + 0.001 * seed for index in range(len(STEPS))]
@@ -33,7 +33,7 @@ def test_arms_differ_in_what_is_shifted_alone() -> None:
     jobs = RECIPE.jobs("laptop", [0, 1])
     targets = {job.arm.variant: job.config.model.shift_targets for job in jobs}  # type: ignore[attr-defined]
     assert targets == {"kv-shift": ("k", "v"), "k-shift": ("k",), "v-shift": ("v",)}
-    plain = {replace(job.config, seed=0, model=study._config("laptop").model) for job in jobs}  # type: ignore[attr-defined]
+    plain = {replace(job.config, seed=0, model=study.setting("laptop").model) for job in jobs}  # type: ignore[attr-defined]
     assert len(plain) == 1
 
 

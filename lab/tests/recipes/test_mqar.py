@@ -40,7 +40,11 @@ def record(
 
 def records(accuracy: dict[tuple[int, bool], float] | None = None, *, seeds: int = 5, **options) -> list[Record]:
     given = {(2, "vanilla"): 1.0, (2, "kv-shift"): 1.0, (1, "vanilla"): 0.3, (1, "kv-shift"): 1.0, **(accuracy or {})}
-    return [record(model, value, seed=seed, **options) for model, value in given.items() for seed in range(seeds)]
+    return [
+        record(model, value - 1e-4 * seed, seed=seed, **options)  # without spread, there would be no interval
+        for model, value in given.items()
+        for seed in range(seeds)
+    ]
 
 
 def directions(given: list[Record]) -> dict[str, str]:
@@ -77,15 +81,15 @@ def test_what_is_claimed_where_only_one_plain_layer_fails():
     }
 
 
-def test_three_of_three_decide_nothing():
-    assert set(directions(records(seeds=3)).values()) == {"not shown"}
+def test_one_seed_decides_nothing():
+    assert set(directions(records(seeds=1)).values()) == {"not shown"}
 
 
-@pytest.mark.parametrize("missed", [1, 4, 5])
-def test_a_claim_about_all_seeds_fails_only_where_all_of_them_do_otherwise(missed: int):
+@pytest.mark.parametrize(("missed", "expected"), [(0, "holds"), (1, "not shown"), (4, "fails"), (5, "fails")])
+def test_whether_a_model_answers_is_decided_by_the_interval_of_its_accuracy(missed: int, expected: str):
     given = [one for one in records() if not one.arm.label.startswith("KV-shift, 1 layer")]
-    given += [record((1, "kv-shift"), 0.5 if seed < missed else 1.0, seed=seed) for seed in range(5)]
-    expected = "fails" if missed == 5 else "not shown"
+    accuracies = [(0.5 if seed < missed else 1.0) - 1e-4 * seed for seed in range(5)]
+    given += [record((1, "kv-shift"), accuracy, seed=seed) for seed, accuracy in enumerate(accuracies)]
     assert directions(given)["KV-shift, 1 layer, answers within 400 steps"] == expected
 
 
@@ -93,7 +97,7 @@ def test_a_claim_about_all_seeds_fails_only_where_all_of_them_do_otherwise(misse
 def test_of_a_vanilla_model_that_is_only_slow_it_is_said_that_it_does_not_within_the_steps(slow: int, expected: str):
     """The claim also counts the seeds that learned; 98 % accuracy is not enough."""
     given = [one for one in records() if not one.arm.label.startswith("vanilla, 2 layers")]
-    given += [record((2, "vanilla"), 0.98 if seed < slow else 1.0, seed=seed) for seed in range(5)]
+    given += [record((2, "vanilla"), (0.98 if seed < slow else 1.0) - 1e-4 * seed, seed=seed) for seed in range(5)]
     claim = next(claim for claim in RECIPE.claims(given) if "vanilla, 2 layers, answers" in claim.statement)
     assert (claim.statement[-16:], claim.direction) == ("within 400 steps", expected)
     assert f"here in {5 - slow} of 5 seeds" in claim.note

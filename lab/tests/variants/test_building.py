@@ -1,13 +1,15 @@
-"""The JSON file of `--model.config`: every field must be known, and single options override it."""
+"""The JSON file of `--model.config`: every field must be known, and single options override it. Frozen coefficients."""
 
 import json
 
 import pytest
+import torch
 
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.variants.building import llama_config
+from kvshift_lab.variants.building import build_model, describe, freeze_shift, llama_config
 from kvshift_lab.variants.model_config import ModelConfig
+from kvshift_lab.variants.variant import shift_layers
 
 # The fields of Meta's files on the hub, including older ones.
 LLAMA = {
@@ -95,3 +97,23 @@ def test_rope_theta_alone_leaves_the_scaling_of_the_file(tmp_path, old):
 def test_a_value_that_cannot_be_is_an_error_in_our_words(tmp_path, values, said):
     with pytest.raises(LabError, match=said):
         described(tmp_path, {**LLAMA, **values})
+
+
+def test_coefficients_of_earlier_tokens_stay_while_that_of_the_current_one_learns():
+    options = ModelConfig(hidden_size=16, num_attention_heads=2, shift_window=3, freeze_shift_lags=True)
+    model = build_model(describe(options, vocab_size=20, length=8), seed=0)
+    freeze_shift(model, options)
+    tokens = torch.arange(16).view(2, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    for layer in shift_layers(model):
+        for coefficients in layer.parameters():
+            assert coefficients.grad is not None
+            assert coefficients.grad[:, 0].all()
+            assert not coefficients.grad[:, 1:].any()
+
+
+def test_lags_of_a_gate_cannot_be_frozen_alone():
+    options = ModelConfig(hidden_size=16, num_attention_heads=2, shift_constraint="gate", freeze_shift_lags=True)
+    model = build_model(describe(options, vocab_size=20, length=8), seed=0)
+    with pytest.raises(LabError, match=r"model\.freeze_shift_lags must be left out with shift_constraint gate"):
+        freeze_shift(model, options)

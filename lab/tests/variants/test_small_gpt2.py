@@ -12,7 +12,7 @@ from kvshift import KVShift
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.run.loading import load_weights
 from kvshift_lab.tasks import HopConfig, HopTask
-from kvshift_lab.variants.building import build_model, describe
+from kvshift_lab.variants.building import build_model, describe, freeze_shift
 from kvshift_lab.variants.small_gpt2 import GPT2Options, LabGPT2
 from tests.models.retrofit.reference import gpt2_hidden
 
@@ -32,7 +32,9 @@ def built(
     options: GPT2Options, seed: int = 0, *, vocab_size: int = HOP.vocab_size, length: int = HOP.length
 ) -> LabGPT2:
     size = describe(options, vocab_size=vocab_size, length=length)
-    return build_model(size, seed=seed, freeze_shift=options.freeze_shift)
+    model = build_model(size, seed=seed)
+    freeze_shift(model, options)
+    return model
 
 
 def batch(rows: int = 5):

@@ -67,6 +67,11 @@ class DataConfig:
     """Fraction of the training sequences in which a span of tokens is copied over a later one, to give the model more
     to copy: above 0 and at most 1, only with packing concat. The validation text is not changed."""
 
+    periodic: Literal["text", "random", "both"] | None = field(default=None, metadata=ADDED_LATER)
+    """Train on sequences that repeat a span of 16 to 63 tokens to their end, from which a model learns to copy: the
+    first tokens of each sequence of text, random tokens of the whole vocabulary, or both, each in half of the
+    sequences. Only with packing concat. The validation text is not changed."""
+
 
 def find_shared(name: str | None) -> str | None:
     """Return the path of a text in the folder of larger corpora.
@@ -97,13 +102,16 @@ def check_data_config(config: DataConfig) -> None:
     require(0 < held_out < 1, "validation_fraction", held_out, "between 0 and 1, both excluded")
     require(config.packing in ("concat", "documents"), "packing", config.packing, "concat or documents")
     require(spans is None or 0 < spans <= 1, "repeated_spans", spans, "above 0 and at most 1")
+    kinds = (None, "text", "random", "both")
+    require(config.periodic in kinds, "periodic", config.periodic, "text, random, both or left out")
+    for name in ("repeated_spans", "periodic"):
+        if getattr(config, name) and config.packing != "concat":
+            raise LabError(f"{name} must be left out with packing {config.packing}: a span would cross documents")
+        if getattr(config, name):
+            least = f"{SHORTEST_WITH_SPANS} or more with {name}"
+            require(length >= SHORTEST_WITH_SPANS, "sequence_length", length, least)
     if spans:
-        if config.packing != "concat":
-            raise LabError(
-                f"repeated_spans must be left out with packing {config.packing}: a span would cross documents"
-            )
-        least = f"{SHORTEST_WITH_SPANS} or more with repeated_spans"
-        require(length >= SHORTEST_WITH_SPANS, "sequence_length", length, least)
+        require(config.periodic is None, "periodic", config.periodic, "left out with repeated_spans")
     if config.tokenizer is None:
         least = f"{SMALLEST_VOCABULARY} or more (256 bytes and <|endoftext|>)"
         require(config.vocab_size >= SMALLEST_VOCABULARY, "vocab_size", config.vocab_size, least)

@@ -7,7 +7,8 @@ tokens; an incomplete last sequence is dropped. For A = a1 a2 a3, B = b1 and C =
     position_ids   0  1  2  3 |  0  1  0  1      packing "documents" only
     labels         - a2 a3  $ |  -  $  - c2      packing "documents"; - is -100: not predicted
 
-`repeat_spans` copies a span of a sequence over a later one, in a fraction of the sequences.
+`repeat_spans` copies a span of a sequence over a later one, in a fraction of the sequences; `make_periodic` repeats a
+span to the end, in all of them.
 
 Shapes: B sequences, T positions in a sequence.
 """
@@ -35,7 +36,10 @@ _BATCH_CHARACTERS = 2**20
 # Size of the shuffle buffer of a stream, in sequences.
 _SHUFFLE_ROWS = 1024
 
-_SPANS = 5081  # first part of the seed for repeated spans; the second part is the index of the sequence
+# First part of the seed for repeated spans and for periodic sequences; the second part is the index of the sequence.
+_SPANS, _PERIODIC = 5081, 1663
+
+_SHORTEST_PERIOD, _LONGEST_PERIOD = 16, 63
 
 
 def pack_documents(
@@ -44,10 +48,11 @@ def pack_documents(
     sequence_length: int,
     packing: str,
     repeated_spans: float | None = None,
+    periodic: str | None = None,
 ) -> datasets.Dataset:
     """Return the sequences of `documents`, stored in the cache of Hugging Face datasets."""
-    layout = _layout(tokenizer, sequence_length, packing, repeated_spans)
-    decisive = [value for name, value in layout.items() if name != "repeated_spans" or value]
+    layout = _layout(tokenizer, sequence_length, packing, repeated_spans, periodic)
+    decisive = [value for value in layout.values() if value is not None]
     key = fingerprint("rows", documents._fingerprint, tokenizers.__version__, *decisive)
     rows = cached_dataset(_rows, _features(sequence_length, packing), key, documents=documents, **layout)
     return rows.with_format("torch")
@@ -59,6 +64,7 @@ def pack_stream(
     sequence_length: int,
     packing: str,
     repeated_spans: float | None = None,
+    periodic: str | None = None,
     *,
     seed: int | None = None,
 ) -> datasets.IterableDataset:
@@ -73,7 +79,7 @@ def pack_stream(
         gen_kwargs={
             "seed": seed,
             "documents": documents,
-            **_layout(tokenizer, sequence_length, packing, repeated_spans),
+            **_layout(tokenizer, sequence_length, packing, repeated_spans, periodic),
         },
     )
 
@@ -169,8 +175,31 @@ def repeat_spans(tokens: np.ndarray, number: int, fraction: float) -> np.ndarray
     return tokens
 
 
+def make_periodic(tokens: np.ndarray, number: int, kind: str, vocab_size: int) -> np.ndarray:
+    """Return a sequence that repeats a span to its end.
+
+        y[t] = x[t mod n],  n uniform in 16 .. 63
+
+    Args:
+        tokens: (T,), T >= 64.
+        number: index of the sequence. It alone seeds the draws, as in `repeat_spans`.
+        kind: "text": x is `tokens`. "random": x is uniform in 0 .. vocab_size - 1. "both": either, each in half of the
+            sequences.
+        vocab_size: number of tokens of the tokenizer.
+    """
+    random = np.random.default_rng([_PERIODIC, number])
+    span = tokens[: random.integers(_SHORTEST_PERIOD, _LONGEST_PERIOD + 1)]
+    if kind == "random" or (kind == "both" and random.random() < 0.5):
+        span = random.integers(vocab_size, size=len(span), dtype=tokens.dtype)
+    return np.resize(span, len(tokens))
+
+
 def _layout(
-    tokenizer: PreTrainedTokenizerFast, sequence_length: int, packing: str, repeated_spans: float | None
+    tokenizer: PreTrainedTokenizerFast,
+    sequence_length: int,
+    packing: str,
+    repeated_spans: float | None,
+    periodic: str | None,
 ) -> dict[str, Any]:
     """Return the arguments of `_rows` other than the documents."""
     return {
@@ -179,18 +208,26 @@ def _layout(
         "sequence_length": sequence_length,
         "packing": packing,
         "repeated_spans": repeated_spans,
+        "periodic": periodic,
     }
 
 
 def _rows(
-    documents: Documents, backend: str, eos: int, sequence_length: int, packing: str, repeated_spans: float | None
+    documents: Documents,
+    backend: str,
+    eos: int,
+    sequence_length: int,
+    packing: str,
+    repeated_spans: float | None,
+    periodic: str | None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    rows = pack(texts(documents), encoder(backend), eos, sequence_length, packing)
-    if not repeated_spans:
-        yield from rows
-        return
-    for number, row in enumerate(rows):
-        yield {"input_ids": repeat_spans(row["input_ids"], number, repeated_spans)}
+    encode = encoder(backend)
+    for number, row in enumerate(pack(texts(documents), encode, eos, sequence_length, packing)):
+        if repeated_spans:
+            row["input_ids"] = repeat_spans(row["input_ids"], number, repeated_spans)
+        if periodic:
+            row["input_ids"] = make_periodic(row["input_ids"], number, periodic, encode.get_vocab_size())
+        yield row
 
 
 def _shuffled_rows(seed: int | None, **options: Any) -> Iterator[dict[str, np.ndarray]]:

@@ -40,13 +40,12 @@ which they can be repeated.
 The verdict is "holds" or "fails" where our numbers decide, "not shown" where they do not, and "not testable here" where
 no outcome of so small an experiment could decide. A claim of runs that several recipes share stands once, with links to
 all of them. [The summary](summary.md) has the main claims. A 95 % t-interval over seeds decides, or, where there is
-none, the exact sign test of the seeds whose order is known, at 5 % in each direction: five of five are enough, three of
-three are not. "Did not learn" means: not within the given number of steps, at its best learning rate. That is the best
-of a grid that is the same for all variants, chosen by separate runs. Where all arms share one learning rate, the
-verdict is marked "at one rate": another rate may suit the other variant better. Where every model has several rates,
-each claim names its rate. Each interval is a 95 % interval by itself: one in twenty true nulls is expected to show a
-difference. Every preset but *paper* is smaller than the setting of the paper, so only the direction of a claim can hold
-or fail.
+none, the exact two-sided sign test of the seeds whose order is known, at 5 %: six of six are enough, five of five are
+not. "Did not learn" means: not within the given number of steps, at its best learning rate. That is the best of a grid
+that is the same for all variants, chosen by separate runs. Where all arms share one learning rate, the verdict is
+marked "at one rate": another rate may suit the other variant better. Where every model has several rates, each claim
+names its rate. Each interval is a 95 % interval by itself: one in twenty true nulls is expected to show a difference.
+Every preset but *paper* is smaller than the setting of the paper, so only the direction of a claim can hold or fail.
 """
 
 _OWN = """## Our own questions

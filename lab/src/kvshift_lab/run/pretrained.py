@@ -18,7 +18,6 @@ from kvshift_lab.run.loading import MODEL_CONFIG_ERRORS, first_non_finite_parame
 from kvshift_lab.run.model_files import locate
 from kvshift_lab.variants.building import llama_config
 from kvshift_lab.variants.model_config import ModelConfig
-from kvshift_lab.variants.variant import shift_layers
 
 _RETROFITTED = tuple(family.config for family in FAMILIES)
 
@@ -82,7 +81,7 @@ def fitting_config(source: Pretrained, options: ModelConfig, *, vocab_size: int,
         return llama_config(options, vocab_size=vocab_size, sequence_length=sequence_length, base=base)
     for one in fields(options):
         given = getattr(options, one.name)
-        if given != one.default and one.name != "freeze_shift":
+        if given != one.default and one.name not in ("freeze_shift", "freeze_shift_lags"):
             raise LabError(
                 f"model.{one.name} is {given!r}, but the model of init_from ({source.name}) is used unchanged: leave "
                 "the option out"
@@ -139,13 +138,12 @@ def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
     return base
 
 
-def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = False) -> Any:
+def load_pretrained(source: Pretrained, config: Any) -> Any:
     """Load the model in float32. An added shift is initialised to the identity, which does not change its outputs.
 
     Args:
         source: the model with the weights.
         config: configuration of the model, from `fitting_config`.
-        freeze_shift: whether to keep the coefficients at their initial values.
     """
     try:
         with without_report():
@@ -165,8 +163,6 @@ def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = Fal
             raise LabError(f"init_from: {source.name} {what.format(len(keys))}, such as {min(keys)}")
     if (name := first_non_finite_parameter(model)) is not None:
         raise LabError(f"init_from: {source.name}: {name} has numbers that are not finite, as after a diverged run")
-    for layer in shift_layers(model):
-        layer.requires_grad_(not freeze_shift)
     # Drop a saved temperature, penalties, and end tokens of another tokenizer.
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model

@@ -35,7 +35,7 @@ from kvshift_lab.run.resolve import ResolvedRun, given_options, resolve, uses_cp
 from kvshift_lab.run.resume import data_fingerprint, start_or_resume
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.run.trainer import LanguageModelTrainer
-from kvshift_lab.variants.building import build_model, count_parameters
+from kvshift_lab.variants.building import build_model, count_parameters, freeze_shift
 from kvshift_lab.variants.by_name import find_variant, label_of, variant_of
 from kvshift_lab.variants.uncached import decodes_with_cache
 
@@ -131,15 +131,14 @@ def _run(
 
 
 def _initial_model(run: ResolvedRun) -> Any:
+    options = run.config.model
     if run.source is not None:
-        return load_pretrained(run.source, run.model_config, freeze_shift=run.config.model.freeze_shift)
-    return build_model(
-        run.model_config,
-        seed=run.config.seed,
-        variant=run.config.model.variant,
-        freeze_shift=run.config.model.freeze_shift,
-        zero_outputs=bool(run.config.model.zero_outputs),
-    )
+        model = load_pretrained(run.source, run.model_config)
+    else:
+        zero_outputs = bool(options.zero_outputs)
+        model = build_model(run.model_config, seed=run.config.seed, variant=options.variant, zero_outputs=zero_outputs)
+    freeze_shift(model, options)
+    return model
 
 
 def _result(trainer: LanguageModelTrainer, folder: RunFolder, config: TrainConfig, seconds: float) -> dict[str, Any]:

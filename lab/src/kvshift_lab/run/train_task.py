@@ -56,7 +56,7 @@ from kvshift_lab.tasks import (
 )
 from kvshift_lab.tasks.questions import QuestionTask
 from kvshift_lab.variants.bidirectional import EncoderOptions
-from kvshift_lab.variants.building import build_model, count_parameters, describe
+from kvshift_lab.variants.building import build_model, count_parameters, describe, freeze_shift
 from kvshift_lab.variants.by_name import resolve_variant
 from kvshift_lab.variants.model_config import ModelConfig
 from kvshift_lab.variants.small_gpt2 import GPT2Options
@@ -185,9 +185,9 @@ def _run(stack: ExitStack, config: TaskTrainConfig, inputs: dict[str, str], fold
         size,
         seed=config.seed,
         variant=config.model.variant,
-        freeze_shift=config.model.freeze_shift,
         zero_outputs=isinstance(config.model, ModelConfig) and bool(config.model.zero_outputs),
     )
+    freeze_shift(model, config.model)
     processes = Processes(cpu=uses_cpu(config))
     start = start_or_resume(folder, task_options(config), processes, log, inputs)
     batches = TaskBatches(

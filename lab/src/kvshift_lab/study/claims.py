@@ -197,9 +197,9 @@ def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> 
 
 
 def sign_test(right: int, wrong: int) -> Direction:
-    """Decide a claim by the exact sign test over seeds, at 5 % in each direction.
+    """Decide a claim by the exact two-sided sign test over seeds, at 5 %, as a 95 % interval does.
 
-    Five of five seeds decide it, three of three do not; with ten seeds, nine are needed.
+    Six of six seeds decide it, five of five do not (p = 0.0625); with nine or ten seeds, one may disagree.
 
     Args:
         right: number of seeds in which the claim is right.
@@ -207,7 +207,7 @@ def sign_test(right: int, wrong: int) -> Direction:
     """
     seeds, most = right + wrong, max(right, wrong)
     by_chance = sum(math.comb(seeds, count) for count in range(most, seeds + 1)) / 2**seeds
-    if right == wrong or by_chance > 0.05:
+    if right == wrong or by_chance > 0.025:
         return "not shown"
     return "holds" if right > wrong else "fails"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 
@@ -91,7 +91,7 @@ def describe(options: ModelConfig | GPT2Options | EncoderOptions, *, vocab_size:
 
 
 def build_model(
-    size: Size, *, seed: int, variant: str | None = None, freeze_shift: bool = False, zero_outputs: bool = False
+    size: Size, *, seed: int, variant: str | None = None, zero_outputs: bool = False
 ) -> KVShiftLlamaForCausalLM:
     """Build a model of the given size and variant.
 
@@ -99,18 +99,37 @@ def build_model(
         size: configuration of the model.
         seed: random seed of its weights; see `ModelVariant.build`.
         variant: name of the variant; None for KV shift or vanilla, depending on the size's `shift_targets`.
-        freeze_shift: whether to keep the coefficients of the shift at their initial values.
         zero_outputs: whether to initialise `o_proj` and `down_proj`, the output projections of a Llama's attention and
             MLP, to 0 (modded-nanogpt, BlaGPT). The initial values of all other weights do not change.
     """
     model: Any = find_variant(variant or "kv-shift", "model.variant").build(size, seed=seed)
-    for layer in shift_layers(model):
-        layer.requires_grad_(not freeze_shift)
     if zero_outputs:
         for name, weight in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(weight)
     return model
+
+
+def freeze_shift(model: nn.Module, options: ModelConfig | GPT2Options | EncoderOptions) -> None:
+    """Keep the coefficients of the shift that the options freeze at their values.
+
+    Raises:
+        LabError: `freeze_shift_lags` with a gate, whose two coefficients are one parameter.
+    """
+    lags = getattr(options, "freeze_shift_lags", None)
+    for layer in shift_layers(model):
+        layer.requires_grad_(not options.freeze_shift)
+        if not lags or options.freeze_shift:
+            continue
+        if layer.options.constraint == "gate":
+            raise LabError("model.freeze_shift_lags must be left out with shift_constraint gate, got True")
+        for coefficients in layer.parameters():
+            coefficients.register_hook(_without_lags)
+
+
+def _without_lags(gradient_GW: Tensor) -> Tensor:
+    """Return the gradient of coefficients with 0 for those of earlier tokens, which then stay as they are."""
+    return torch.cat([gradient_GW[:, :1], torch.zeros_like(gradient_GW[:, 1:])], dim=1)
 
 
 def with_vanilla_parameters(options: ModelConfig) -> ModelConfig:

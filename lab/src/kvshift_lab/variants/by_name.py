@@ -59,6 +59,7 @@ VARIANTS: Mapping[str, VariantEntry] = {
         _shift("kv-shift-window-4", "KV-shift, window 4", "#222222", window=4),
         _shift("kv-shift-gate", "KV-shift, gate", "#ddaa33", constraint="gate"),
         _shift("kv-shift-clamp", "KV-shift, clamp", "#6a3d9a", constraint="clamp"),
+        VariantEntry("kv-shift-induction-start", "induction-start KV-shift", "#999933", "induction_start"),
         VariantEntry("smear", "smear", "#56b4e9", "smear"),
         VariantEntry("key-offset", "key offset", "#882255", "key_offset"),
         VariantEntry("key-offset-whole", "key offset, whole", "#bb5566", "key_offset"),

@@ -66,6 +66,9 @@ class ModelConfig:
     """uniform: U(0, 1), summing to 1. identity: (1, 0), initially no shift. None: uniform."""
     freeze_shift: bool = field(default=False, metadata=VARIES_BY_VARIANT | NOT_IN_MODEL_CONFIG)
     """Keep the coefficients at their initial values."""
+    freeze_shift_lags: bool | None = field(default=None, metadata=ADDED_LATER | VARIES_BY_VARIANT | NOT_IN_MODEL_CONFIG)
+    """Keep the coefficients of earlier tokens at their initial values and train only that of the current token. From
+    the identity, each head thus learns a scale of its keys and one of its values. None: no."""
     zero_outputs: bool | None = field(default=None, metadata=ADDED_LATER | NOT_IN_MODEL_CONFIG)
     """Initialise the output projections of attention and MLP to 0, so that only embedding and head act at first.
     None: no."""

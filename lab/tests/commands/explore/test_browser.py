@@ -187,6 +187,24 @@ def test_coefficients_are_inputs(tab: Tab, folder: Path):
         assert learned[head["layer"]][head["head"]]["induction"] == pytest.approx(head["moved"]["earlier+1"], abs=1e-5)
 
 
+def test_without_a_text_nothing_is_said_about_one(tab: Tab):
+    model = tab.page.locator("#models article").first
+    assert "Likely after" in model.inner_text()
+    tab.write("")
+    assert tab.page.inner_text("#status") == "Type something."
+    assert not any(part in model.inner_text() for part in ("Likely after", "Every head at the selected token"))
+    tab.write("be")
+    assert "Likely after be" in model.inner_text()
+
+
+def test_opened_from_a_file_the_page_says_what_it_needs(browser: Any, folder: Path):
+    page = browser.new_page()
+    page.goto((folder / "page/index.html").as_uri())
+    page.get_by_text("Opened from a file it cannot").wait_for(timeout=10_000)
+    assert "kvshift explore --out FOLDER --open" in page.inner_text("#status")
+    page.close()
+
+
 def test_keyboard(tab: Tab):
     """Tokens, heads and coefficients can be reached and changed without a pointer."""
     page = tab.page
@@ -312,6 +330,9 @@ def test_the_lesson(browser: Any, lesson: str):
     assert "it does not copy" in stories.nth(0).inner_text()
     assert "answers c, with 45 %: it copies" in stories.nth(1).inner_text()
     assert "100 % from e, the token before" in stories.nth(1).inner_text()
+    tab.write("a")
+    assert "whose key is almost empty: there is no token before it." in stories.nth(1).inner_text()
+    tab.write("the cat sat on the")
     tab.page.fill("#amount", "0")
     tab.settle()
     assert "it does not copy" in stories.nth(1).inner_text()

@@ -12,9 +12,11 @@ from functools import cached_property
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from kvshift_lab.analysis.accuracy import draw_chance, draw_means
 from kvshift_lab.analysis.learning import StepsToLevel, compare_steps, steps_to_level
+from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.analysis.tables import as_markdown
 from kvshift_lab.core.statistics import t_interval
 from kvshift_lab.recipes.language_models.settings import WIKI
@@ -201,6 +203,22 @@ def draw_onset(axes: Axes, onset: InductionOnset, arms: Mapping[Arm, str], name:
 def draw_copying_level(axes: Axes) -> None:
     """Draw `LEVEL` in a panel of prefix matching, and explain the upright lines of `draw_onset` in the legend."""
     draw_chance(axes, LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")
+
+
+def plot_onset(arms: Sequence[Arm], records: Sequence[Record]) -> Figure:
+    """Plot prefix matching, and the loss on pairs of tokens seen before and on all targets, over tokens."""
+    onset = InductionOnset(records)
+    titles = {
+        "prefix_matching": "Prefix matching of the best head",
+        "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
+        "loss": "Loss of all targets",
+    }
+    figure, panels = new_figure([*titles.values()], ylabels=["attention", *["nats per token"] * 2])
+    for axes, name in zip(panels, titles, strict=True):
+        draw_onset(axes, onset, {arm: arm.label for arm in arms}, name)
+    draw_copying_level(panels[0])
+    legend_below(figure, INTERVALS)
+    return figure
 
 
 def tokens_per_step(record: Record) -> int:

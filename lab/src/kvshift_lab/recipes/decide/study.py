@@ -20,10 +20,12 @@ from kvshift_lab.recipes.decide.onset import (
     draw_onset,
     mean_text,
 )
+from kvshift_lab.recipes.tab05.study import PAPER as PAPER_HEADS
+from kvshift_lab.recipes.tab05.study import PAPER_SHARE, share_on_diagonal
 from kvshift_lab.run.probes import KINDS
 from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import layers_text, pair
-from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss, question
+from kvshift_lab.study.claims import Claim, Direction, higher, lower_loss, percent, question
 from kvshift_lab.study.jobs import TextJob, pairs_of_depths
 from kvshift_lab.study.recipe import Recipe, Record, last_loss, without_tuning_runs
 from kvshift_lab.variants.model_config import ModelConfig
@@ -107,7 +109,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     for layers in onset.depths:
         found += onset.gain_location_claims(layers)
         found += [_kind(onset, layers, kind) for kind in KINDS]
-    return found
+    return [*found, *(_same_side(onset, layers) for layers in onset.depths)]
 
 
 def _lower(where: str, gains: Sequence[float], note: str) -> list[Claim]:
@@ -135,6 +137,19 @@ def _kind(onset: InductionOnset, layers: int, kind: str) -> Claim:
         ours=f"gain {mean_text(gains)}",
         direction=higher(gains, [0.0] * len(gains)),
         note="nats per token; positions from 64 on",
+    )
+
+
+def _same_side(onset: InductionOnset, layers: int) -> Claim:
+    """Return the claim that the models with KV shift, all of which copy, share what Table 5 counts."""
+    shares = [share_on_diagonal(run.result["coefficients"]) for run in onset.models[pair(layers=layers)[0]].values()]
+    where = f"{layers_text(layers)}, at the end"
+    return Claim(
+        statement=f"{where}: keys and values lean the same way in as many KV heads as in Table 5",
+        paper=PAPER_HEADS,
+        ours=percent(shares),
+        direction=higher(shares, [PAPER_SHARE] * len(shares)),
+        note="half is expected at the start, where they are independent; this claim was added after the runs",
     )
 
 

@@ -35,7 +35,8 @@ _LATER = OptimizerConfig(warmup_steps=40)
 """AdamW with weight decay, clipping, a constant rate and warm-up over a tenth of all steps, all as in Table 16."""
 
 
-def _setting(preset: str) -> tuple[Setting, GridPoint]:
+def figure_setting(preset: str) -> tuple[Setting, GridPoint]:
+    """Return the training setting of a preset, and the model and context length."""
     if preset == "paper":
         setting = LARGE["1.5B"]
         return setting, setting.points[0]
@@ -46,7 +47,7 @@ def _setting(preset: str) -> tuple[Setting, GridPoint]:
 
 def arms(preset: str) -> list[StudyJob]:
     """Return a job for each learning rate, with and without KV shift; arms have the paper's rate."""
-    setting, point = _setting(preset)
+    setting, point = figure_setting(preset)
     return [
         replace(arm_job(setting, point, variant).at_rate(rate * setting.scale), arm=Arm(variant=variant, rate=rate))
         for rate in PAPER_RATES

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from matplotlib.figure import Figure
-
-from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift_lab.recipes.decide import study as decide
-from kvshift_lab.recipes.decide.onset import InductionOnset, draw_copying_level, draw_onset
+from kvshift_lab.recipes.decide.onset import InductionOnset, plot_onset
 from kvshift_lab.recipes.keys_values import ENTRY
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study.arm import Arm
@@ -28,7 +26,8 @@ BOTH, KEYS, VALUES = ARMS
 _STEPS = {"laptop": 3_200_000 // (decide.LAPTOP.batch_size * decide.LAPTOP.data.sequence_length), "smoke": 4}
 
 
-def _config(preset: str) -> TrainConfig:
+def setting(preset: str) -> TrainConfig:
+    """Return the options of a preset, without the variant."""
     config = {"paper": decide.PAPER, "smoke": decide.SMOKE}.get(preset, decide.LAPTOP)
     return replace(
         config,
@@ -40,7 +39,7 @@ def _config(preset: str) -> TrainConfig:
 
 def arms(preset: str) -> list[TextJob]:
     """Return a job for each arm."""
-    config = _config(preset)
+    config = setting(preset)
     return [
         TextJob(arm=arm, config=replace(config, model=with_variant(config.model, str(arm.variant)))) for arm in ARMS
     ]
@@ -56,26 +55,10 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     ]
 
 
-def plot(records: Sequence[Record]) -> Figure:
-    """Plot prefix matching, and the loss on pairs of tokens seen before and on all targets, over tokens."""
-    onset = InductionOnset(records)
-    titles = {
-        "prefix_matching": "Prefix matching of the best head",
-        "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
-        "loss": "Loss of all targets",
-    }
-    figure, panels = new_figure([*titles.values()], ylabels=["attention", *["nats per token"] * 2])
-    for axes, name in zip(panels, titles, strict=True):
-        draw_onset(axes, onset, {arm: arm.label for arm in ARMS}, name)
-    draw_copying_level(panels[0])
-    legend_below(figure, INTERVALS)
-    return figure
-
-
 RECIPE = Recipe(
     entry=ENTRY,
     source="No figure of the paper; its construction of an induction head shifts keys alone",
     arms=arms,
-    plot=plot,
+    plot=partial(plot_onset, ARMS),
     claims=claims,
 )

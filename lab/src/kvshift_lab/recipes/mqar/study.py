@@ -15,7 +15,7 @@ from kvshift_lab.recipes.mqar import ENTRY
 from kvshift_lab.run.train_config import OptimizerConfig
 from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm, pair
-from kvshift_lab.study.claims import Claim, percent, sign_test, sooner
+from kvshift_lab.study.claims import Claim, higher, lower, percent, sooner
 from kvshift_lab.study.jobs import TrainingJob
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
 from kvshift_lab.study.tuning import reached_soonest
@@ -105,7 +105,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     statement=f"{where}: {name}, {'answers' if answers else 'does not'} within {steps:,} steps",
                     paper="100 % in Zoology's Figure 2" if model == (2, "vanilla") else "no number in the paper",
                     ours=percent(accuracies),
-                    direction=sign_test(right, len(accuracies) - right),
+                    direction=(higher if answers else lower)(accuracies, [LEVEL] * len(accuracies)),
                     note=f"answers means {100 * LEVEL:g} %, here in {right if answers else len(runs) - right} of "
                     f"{len(runs)} seeds, at the best learning rate",
                     own=True,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -33,7 +34,10 @@ CELLS = {
     "alpha1 > alpha2, beta1 <= beta2": 9,
     "alpha1 <= alpha2, beta1 <= beta2": 52,
 }
-_DIAGONAL = ("alpha1 > alpha2, beta1 > beta2", "alpha1 <= alpha2, beta1 <= beta2")
+DIAGONAL = ("alpha1 > alpha2, beta1 > beta2", "alpha1 <= alpha2, beta1 <= beta2")
+PAPER_SHARE = sum(CELLS[cell] for cell in DIAGONAL) / sum(CELLS.values())
+PAPER = f"102 of 128 heads ({100 * PAPER_SHARE:.1f} %)"
+"""The paper's KV heads whose keys and values lean the same way."""
 _NEGATIVE = tuple(f"negative {name}" for name in ("alpha1", "alpha2", "beta1", "beta2"))
 _SUMS = tuple(f"distance of {name}1 + {name}2 from 1" for name in ("alpha", "beta"))
 
@@ -46,9 +50,15 @@ def arms(preset: str) -> list[StudyJob]:
     return arms_of(setting, ["kv-shift"])
 
 
+def share_on_diagonal(layers: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of the KV heads whose keys and values lean the same way, from the coefficients by layer."""
+    counts = coefficient_counts(layers) or {}
+    return sum(counts[cell] for cell in DIAGONAL) / sum(counts[cell] for cell in CELLS)
+
+
 def _on_diagonal(record: Record) -> list[float]:
     """Return, for each evaluation, the share of the KV heads whose keys and values lean the same way."""
-    return _per_head(record, _DIAGONAL)
+    return _per_head(record, DIAGONAL)
 
 
 def _negative(record: Record) -> list[float]:
@@ -75,7 +85,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             Claim(
                 statement=f"{grid_point_label(point)}: keys and values lean the same way in more than half of "
                 "the KV heads",
-                paper="102 of 128 heads (79.7 %)",
+                paper=PAPER,
                 ours=percent(shares) if shares else "all runs diverged",
                 direction=higher(shares, [0.5] * len(shares)) if shares else "not shown",
                 note="half is expected at the start, where they are independent",

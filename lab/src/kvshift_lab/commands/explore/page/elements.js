@@ -30,6 +30,7 @@ export function signed(value) {
 
 // Describe the parts of a key or value, the largest first: "72 % from a, the token before, and 28 % from b itself".
 export function inWords(parts, tokenAt) {
+  if (!parts.length) return ["almost nothing"]; // of the first token, if only the one before counts
   const sorted = [...parts].sort((a, b) => Math.abs(b.share) - Math.abs(a.share));
   return sorted.flatMap(({ position, lag, share }, index) => [
     index ? ", and " : "",

@@ -45,6 +45,7 @@ function say(text, isWrong = false) {
 const tokenText = (id) => tokenizer.text(id);
 
 async function start() {
+  say("");
   facts = await (await fetch("facts.json")).json();
   models = facts.models.map(makeModel);
   $("version").textContent = facts.version;
@@ -140,6 +141,7 @@ function readText() {
   for (const model of models) model.result = null;
   drawTokens();
   if (facts.explain) $("figure").hidden = !ids.length;
+  if (!ids.length) draw();
   if (cut) say(`Only the first ${most} of ${ids.length} tokens are computed.`, true);
   else if (!ids.length) say("Type something.");
   else if (facts.explain && ids.some((id) => tokenizer.texts.get(id) === tokenizer.model.unk_token)) {

@@ -25,9 +25,12 @@ export function drawStory(element, state, tokenText) {
   const verdict = copied === null ? "nothing to copy" : copied ? right : "it does not copy";
 
   const token = (position) => h("b", { className: "token" }, text(position));
+  const parts = madeOf(at, shares);
   const key = isEmpty
     ? ["whose key is now almost empty: this head has learned to use only the token before"]
-    : ["whose key is ", ...inWords(madeOf(at, shares), token)];
+    : parts.length
+      ? ["whose key is ", ...inWords(parts, token)]
+      : ["whose key is almost empty: there is no token before it"];
   const cut = tokens.length > MOST ? ` (The last ${MOST} tokens are drawn.)` : "";
   const why = ["Of its heads, the one that is best at copying looks most at ", token(at), ` (${percent(row[at])}), `, ...key, ".", cut];
   const frame = h("div", { className: "row", tabIndex: 0, role: "group", "aria-label": `Figure of ${facts.name}` }, figure());

@@ -29,6 +29,15 @@ export class ModelView {
     this.headTitle = h("h3");
     this.nextTitle = h("h3");
     this.sliders = h("fieldset", { className: "sliders" });
+    this.attention = h(
+      "div",
+      {},
+      h("h3", {}, "Attention of this head: queries down, keys across"),
+      h("div", { className: "axes" }, this.parts.across, this.parts.down, this.parts.map),
+      this.parts.mapNote,
+      h("h3", {}, "Every head at the selected token"),
+      this.parts.heads,
+    );
     this.element = h(
       "article",
       { className: "model", "aria-label": facts.name },
@@ -43,11 +52,7 @@ export class ModelView {
       this.parts.reading,
       this.parts.sentence,
       this.sliders,
-      h("h3", {}, "Attention of this head: queries down, keys across"),
-      h("div", { className: "axes" }, this.parts.across, this.parts.down, this.parts.map),
-      this.parts.mapNote,
-      h("h3", {}, "Every head at the selected token"),
-      this.parts.heads,
+      this.attention,
     );
   }
 
@@ -56,6 +61,8 @@ export class ModelView {
     this.state = state;
     this.#grid();
     this.#scores();
+    const ofText = [this.nextTitle, this.parts.next, this.parts.reading, this.parts.sentence, this.attention];
+    for (const part of ofText) part.hidden = !state.tokens.length;
     if (!state.result || !state.tokens.length) return;
     this.#next();
     this.#reading();

@@ -1,0 +1,101 @@
+"""Jobs that continue a model which another run has trained first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from filelock import FileLock
+
+from kvshift_lab.core.options import to_json
+from kvshift_lab.run.finished import read_run
+from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.inputs import identify_inputs
+from kvshift_lab.run.train_config import TrainConfig, config_hash
+from kvshift_lab.study.jobs import TextJob
+
+_ATTEMPTS = 5
+_NEXT_SEED = 10_000  # added to the seed of a start model for each further attempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinuedJob(TextJob):
+    """Train a start model that copies, once for all arms with the same seed, then continue from its weights.
+
+    If the prefix matching of a start model is below `least_matching` at its end, another is trained with a seed that is
+    10,000 higher, and so on, at most four times; the last one counts. This happens before any arm is trained. The
+    folders of start models are `start/NAME/seed-S` beside the folders of the arms.
+
+    Records name a start model by its name and the hash of its options, which are the same on every machine, and contain
+    its options and its curves. The digest of its weights is among the `data_facts` of a record, so that one can check
+    whether two arms began alike.
+
+    Attributes:
+        start: options of the run that makes the start model, with the seed of this job.
+        start_name: name of the start model, such as "text-2-layers".
+        least_matching: lowest prefix matching of the best head of a start model.
+    """
+
+    start: TrainConfig
+    start_name: str
+    least_matching: float
+
+    def with_seeds(self, seeds: Sequence[int]) -> list[Self]:
+        """Return the same job with each of these seeds, for the start model as well."""
+        jobs = super().with_seeds(seeds)
+        return [replace(job, start=replace(self.start, seed=job.seed)) for job in jobs]
+
+    def run(self, out: Path) -> None:
+        """Train the start model unless it is finished, waiting if another process does, then run this job."""
+        folder = self._start_folder(out, self.seed)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f".{folder.name}.lock"):
+            for attempt in range(_ATTEMPTS):
+                seed = self.seed + attempt * _NEXT_SEED
+                folder = self._start_folder(out, seed)
+                TextJob(arm=self.arm, config=replace(self.start, seed=seed)).run(folder)
+                if read_run(folder).series("probes", "prefix_matching")[0][-1] >= self.least_matching:
+                    break
+        self._continuing(folder).run(out)
+
+    def is_finished(self, out: Path) -> bool:
+        """See `RunJob`."""
+        folder = self._used_start(out)
+        return folder is not None and self._continuing(folder).is_finished(out)
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """Return the record; the result "start" has the options and the curves of the start model."""
+        folder = self._used_start(out)
+        assert folder is not None
+        found = self._continuing(folder).record(out)
+        start = TextJob(arm=self.arm, config=self.start).record(folder)
+        options = {**found["options"], "init_from": self._options(self.config)["init_from"]}
+        options["data"] = {**options["data"], "tokenizer": None}  # that of the start model
+        digits = config_hash({name: value for name, value in options.items() if name != "data_facts"})
+        kept = {name: start[name] for name in ("config_hash", "options", "curve")}
+        return {**found, "options": options, "config_hash": digits, "result": {**found["result"], "start": kept}}
+
+    def _start_folder(self, out: Path, seed: int) -> Path:
+        return out.parents[1] / "start" / self.start_name / f"seed-{seed}"
+
+    def _used_start(self, out: Path) -> Path | None:
+        """Return the folder of the start model with which the run in `out` began; None if it has not begun."""
+        folder = RunFolder(out)
+        config = folder.read(folder.config) if out.exists() else None
+        return None if config is None else Path(config["init_from"]).parent
+
+    def _continuing(self, folder: Path) -> TextJob:
+        """Return the run that continues the start model in a folder."""
+        config = replace(self.config, init_from=str(folder / "model"))
+        return TextJob(arm=self.arm, config=config, tuning_for=self.tuning_for)
+
+    def _options(self, config: Any) -> dict[str, Any]:
+        """Return the options as JSON, with the name of the start model and the hash of its options."""
+        options = to_json(self.start) | {"seed": 0, "least_matching": self.least_matching}
+        return to_json(config) | {"init_from": f"{self.start_name} {config_hash(options)}"}
+
+    def _identify_inputs(self) -> dict[str, str]:
+        """Return what identifies the text; the weights of a start model differ between kinds of machines."""
+        return identify_inputs(self._with_local_paths().data)
