@@ -2,12 +2,14 @@
 
     python benchmarks/host.py                                 operations and calls, the same on every machine
     python benchmarks/host.py --rounds 100                    also microseconds, on an idle machine
+    python benchmarks/host.py --rounds 100 --width 512 --prompt 2000
     python benchmarks/host.py --instructions                  also instructions, by valgrind: half an hour
     python benchmarks/host.py --rounds 100 --instructions --out results/host/rows.jsonl
 
 Decoding a small model waits for the host, which prepares and starts every operation. Here it does little else: a model
 of 8 layers is so narrow (width 64) that its arithmetic takes almost no time. It decodes 20 tokens after a prompt of 7.
-Each number is one layer's share of one token; work that is done once for all layers is divided among them.
+With --width 512 or --prompt 2000, arithmetic and the cache take time as well. Each number is one layer's share of one
+token; work that is done once for all layers is divided among them.
 
 "operations" counts those of PyTorch's dispatcher, most of which are a kernel launch on a GPU. "functions" counts calls
 of Python functions. "instructions" counts all instructions that the processor executes: it measures the host's work
@@ -40,21 +42,33 @@ from kvshift.models.versions import CACHE
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.json_lines import write_lines
 
-LAYERS, PROMPT, TOKENS = 8, 7, 20
-SIZE = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": LAYERS,
-    "vocab_size": 8,
-    "attn_implementation": "sdpa",
-}
+LAYERS, TOKENS = 8, 20
+WIDTH, PROMPT = 64, 7
 BASELINE = "transformers"
-MODELS: dict[str, Callable[[], Any]] = {
-    BASELINE: lambda: LlamaForCausalLM(LlamaConfig(**SIZE)),
-    "vanilla": lambda: KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**SIZE, shift_targets=())),
-    "kv shift": lambda: KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**SIZE)),
+
+
+def _size(width: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 8,
+        "max_position_embeddings": 4096,
+        "attn_implementation": "sdpa",
+    }
+
+
+def _ours(width: int, **options: Any) -> Any:
+    return KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**_size(width), **options))
+
+
+MODELS: dict[str, Callable[[int], Any]] = {
+    BASELINE: lambda width: LlamaForCausalLM(LlamaConfig(**_size(width))),
+    "vanilla": lambda width: _ours(width, shift_targets=()),
+    "kv shift": lambda width: _ours(width),
+    "kv shift, QK-norm": lambda width: _ours(width, qk_norm=True),
 }
 
 
@@ -71,19 +85,19 @@ class Operations(TorchDispatchMode):
 class Decoding:
     """A model that reads a prompt and then decodes one token at a time."""
 
-    def __init__(self, name: str, cache: str) -> None:
+    def __init__(self, name: str, cache: str, width: int = WIDTH, prompt: int = PROMPT) -> None:
         torch.manual_seed(0)
-        self.name, self.kind = name, cache
-        self.model = MODELS[name]().eval()
+        self.name, self.kind, self.prompt = name, cache, prompt
+        self.model = MODELS[name](width).eval()
         self.token = torch.ones(1, 1, dtype=torch.long)
 
     def begin(self) -> None:
         """Read the prompt and decode one token, because some objects are created only at the first token."""
         config = self.model.config
-        length = PROMPT + TOKENS + 3
+        length = self.prompt + TOKENS + 3
         dynamic = self.kind == "dynamic"
         self.cache = DynamicCache(config=config) if dynamic else StaticCache(config=config, max_cache_len=length)
-        self.model(input_ids=self.token.expand(1, PROMPT), **{CACHE: self.cache})
+        self.model(input_ids=self.token.expand(1, self.prompt), **{CACHE: self.cache})
         self.next()
 
     def next(self) -> None:
@@ -166,9 +180,11 @@ def times(models: dict[str, Decoding], rounds: int) -> dict[str, dict[str, Any]]
 
 
 @torch.no_grad()
-def measure(rounds: int, *, count_instructions: bool = False) -> list[dict[str, Any]]:
+def measure(
+    rounds: int, *, width: int = WIDTH, prompt: int = PROMPT, count_instructions: bool = False
+) -> list[dict[str, Any]]:
     """Return a row for each kind of cache and each model."""
-    kinds = {cache: {name: Decoding(name, cache) for name in MODELS} for cache in ("dynamic", "static")}
+    kinds = {cache: {name: Decoding(name, cache, width, prompt) for name in MODELS} for cache in ("dynamic", "static")}
     timed = {cache: times(models, rounds) if rounds else {} for cache, models in kinds.items()}
     if rounds and count_instructions:
         print("timing is done: the machine need no longer be idle", flush=True)
@@ -184,11 +200,15 @@ def main() -> None:
     """Print a line for each model and cache, and write the rows to a file if one is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=0, help="rounds of timing: at least 2, or 0 to count only")
+    parser.add_argument("--width", type=int, default=WIDTH, help="width of the models, a multiple of 8")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens in the cache before the first token")
     parser.add_argument("--instructions", action="store_true", help="also count instructions, with valgrind")
     parser.add_argument("--out", type=Path, help="JSON Lines file to write")
     options = parser.parse_args()
+    if options.instructions and (options.width, options.prompt) != (WIDTH, PROMPT):
+        parser.error("--instructions counts at the default --width and --prompt alone")
     torch.set_num_threads(1)
-    rows = measure(options.rounds, count_instructions=options.instructions)
+    rows = measure(options.rounds, width=options.width, prompt=options.prompt, count_instructions=options.instructions)
     for row in rows:
         line = (
             f"{row['cache']:8} {row['model']:18} {row['operations']:6.1f} operations {row['functions']:6.1f} functions"
@@ -201,7 +221,9 @@ def main() -> None:
             line += f", ratio of the fastest {row['fastest']:.3f}"
         print(line)
     if options.out:
-        stamp = environment(torch.device("cpu"), processes=1) | {"options": {"rounds": options.rounds}}
+        stamp = environment(torch.device("cpu"), processes=1) | {
+            "options": {"rounds": options.rounds, "width": options.width, "prompt": options.prompt}
+        }
         write_lines(options.out, (row | stamp for row in rows))
 
 

@@ -187,36 +187,26 @@ def test_size_of_a_bpe_that_is_not_trained_does_not_matter(tmp_path, folder):
 )
 def test_empty_corpus_is_refused(tmp_path, folder, name, content, streaming):
     (folder / name).write_text(content)
-    with pytest.raises(LabError, match=r"contains no text for training.*documents of only whitespace do not count"):
+    with pytest.raises(LabError, match=r"a\..*: the text for .* does not fill one sequence of 256 tokens"):
         load(tmp_path, corpus=str(folder / name), streaming=streaming)
 
 
-def test_empty_validation_is_refused(tmp_path, folder):
-    corpus = write_documents(folder / "a.jsonl", 31)
-    (folder / "b.txt").write_text("")
-    with pytest.raises(LabError, match=r"b\.txt contains no text for validation;"):
-        load(tmp_path, corpus=corpus, validation=str(folder / "b.txt"))
-
-
-def test_stream_with_no_more_than_its_validation_is_refused(tmp_path, folder):
-    corpus = write_documents(folder / "a.jsonl", 31)
-    with pytest.raises(LabError, match=r"no text for training after the first 1000 documents.*give validation"):
-        load(tmp_path, corpus=corpus, streaming=True)
-
-
-def test_corpus_too_small_for_a_sequence_says_how_small(tmp_path, folder):
-    (folder / "a.txt").write_text("zxjv")  # four letters and the end of text
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"corpus": "a.txt", "validation": "b.txt"}, r"a\.txt: the text for training does not fill"),
+        ({"corpus": "a.txt", "validation": "b.txt", "streaming": True}, r"a\.txt: the text for training does not fill"),
+        ({"corpus": "b.txt", "validation": "a.txt"}, r"a\.txt: the text for validation does not fill"),
+        ({"corpus": "b.txt", "validation_fraction": 0.01}, r"b\.txt: .* validation \(validation_fraction is 0\.01\)"),
+        ({"corpus": "b.txt", "streaming": True}, r"b\.txt: .* training .*holds out the first 1000 documents"),
+    ],
+)
+def test_text_too_short_for_a_sequence_is_refused(tmp_path, folder, monkeypatch, options, message):
+    (folder / "a.txt").write_text("zxjv")  # five tokens: four letters and the end of text
     (folder / "b.txt").write_text("b" * 100)
-    options = {"vocab_size": 257, "sequence_length": 6}
-
-    with pytest.raises(LabError, match=r"a\.txt: the 5 tokens for training do not fill one sequence of 6"):
-        load(tmp_path, corpus=str(folder / "a.txt"), validation=str(folder / "b.txt"), **options)
-    with pytest.raises(LabError, match=r"a\.txt: the 5 tokens for training do not fill one sequence of 6"):
-        load(tmp_path / "s", corpus=str(folder / "a.txt"), validation=str(folder / "b.txt"), streaming=True, **options)
-    with pytest.raises(LabError, match=r"a\.txt: the 5 tokens for validation do not fill one sequence of 6"):
-        load(tmp_path / "v", corpus=str(folder / "b.txt"), validation=str(folder / "a.txt"), **options)
-    with pytest.raises(LabError, match=r"b\.txt: the 2 tokens for validation do not fill one sequence of 6"):
-        load(tmp_path / "f", corpus=str(folder / "b.txt"), validation_fraction=0.01, **options)
+    monkeypatch.chdir(folder)
+    with pytest.raises(LabError, match=message):
+        load(tmp_path, vocab_size=257, sequence_length=6, **options)
 
 
 def test_full_disk_is_said_with_the_folder(tmp_path, folder, monkeypatch, cache):

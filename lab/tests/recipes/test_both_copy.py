@@ -106,7 +106,8 @@ def test_arms_continue_one_start_model_from_which_they_do_not_differ(tmp_path: P
         job.run(out)
         assert job.is_finished(out)
         assert job.other_options(job.record(out)["options"]) == []
-    assert len([*tmp_path.glob("start/*/seed-3/result.json")]) == 1
+    starts = sorted(path.parts[-3] for path in tmp_path.glob("start/*/seed-3/result.json"))
+    assert starts == ["random-1-layers", "text-1-layers"]
 
     plain, shift, scale = (job.record(out) for job, out in zip(jobs, folders, strict=True))
     assert len({record["options"]["data_facts"]["init_from"] for record in (plain, shift, scale)}) == 1
@@ -114,6 +115,7 @@ def test_arms_continue_one_start_model_from_which_they_do_not_differ(tmp_path: P
     assert str(tmp_path) not in str((plain, shift, scale))
     assert shift["result"]["start"]["options"]["data"]["periodic"] == "text"
     assert shift["result"]["start"]["curve"]["prefix_matching"]
+    assert shift["result"]["start"]["start"]["options"]["data"]["periodic"] == "random"
 
     weights = load_file(folders[2] / "model" / "model.safetensors")
     coefficients = [tensor for name, tensor in weights.items() if name.endswith((".alpha", ".beta"))]

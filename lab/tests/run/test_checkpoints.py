@@ -11,7 +11,7 @@ from kvshift_lab.core.errors import LabError
 from kvshift_lab.run.checkpoints import find_checkpoint, remove_old_checkpoints
 from kvshift_lab.run.train import train
 
-from ..run_cases import assert_same_run, copied, tiny
+from ..run_cases import copied, tiny
 
 
 def checkpoint(out: Path, step: int, *, whole: bool = True) -> Path:
@@ -77,21 +77,3 @@ def test_weights_that_are_not_those_of_the_model(edit, said, finished, corpus, t
     with pytest.raises(LabError, match=f"the checkpoint {said}"):
         train(tiny(corpus, out))
     assert not (out / "result.json").exists()
-
-
-def test_a_model_that_stands_is_not_removed_before_the_next(finished, corpus, tmp_path, monkeypatch):
-    """Just before the new model replaces the old one, both are complete on the disk."""
-    out = copied(finished, tmp_path)
-    rename, seen = Path.rename, []
-
-    def watched(path, target):
-        if path.name == ".model.part":
-            seen.append((path / "model.safetensors").exists())
-            seen.append((out / ".model.former" / "model.safetensors").exists())
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", watched)
-    train(tiny(corpus, out))
-    assert seen == [True, True]
-    assert not list(out.glob(".model*"))
-    assert_same_run(out, finished)

@@ -19,8 +19,7 @@ from kvshift_lab.core.errors import LabError
 from kvshift_lab.data import hub
 from kvshift_lab.data.config import SHARED_DATA_ENV, DataConfig
 from kvshift_lab.data.text import load_text_data
-from kvshift_lab.run.folder import RunFolder
-from kvshift_lab.run.inputs import _dataset_commit, identify_inputs, identify_model, require_same_inputs
+from kvshift_lab.run.inputs import _dataset_commit, identify_inputs, identify_model
 from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.run.train_task import TaskTrainConfig, train_task
@@ -141,38 +140,6 @@ def test_another_tokenizer_of_that_name_is_refused(finished: Path, corpus: Path,
     (folder / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(LabError, match=r"data\.tokenizer: recorded content"):
         train(config)
-
-
-def record_as_an_older_version(out: Path) -> None:
-    config = json.loads((out / "config.json").read_text())
-    config["data_facts"] = {name: value for name, value in config["data_facts"].items() if "data." not in name}
-    (out / "config.json").write_text(json.dumps(config))
-
-
-def test_runs_of_older_versions(stopped: TrainConfig) -> None:
-    """They resume if they recorded a sample of their sequences, and are refused otherwise."""
-    record_as_an_older_version(stopped.out)
-    if stopped.data.streaming:
-        with pytest.raises(LabError, match=r"older version, which did not record the content of data\.corpus"):
-            train(stopped)
-        return
-    saved = shutil.copytree(stopped.out, stopped.out.with_name("saved"))
-    train(stopped)
-    assert (stopped.out / "result.json").exists()
-    shutil.rmtree(stopped.out)
-    shutil.copytree(saved, stopped.out)
-    change(Path(stopped.data.corpus), "another file")
-    with pytest.raises(LabError, match="the data are not those that the run"):
-        train(stopped)
-
-
-def test_a_start_model_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    recorded = {"train_sample": "5e", "start_weights": "9c"}
-    folder.config.write_text(json.dumps({"config_hash": "1", "data_facts": recorded}))
-    require_same_inputs(folder, {"data.corpus": "1"})
-    with pytest.raises(LabError, match="did not record the content of init_from"):
-        require_same_inputs(folder, {"init_from": "1"})
 
 
 def test_compare_refuses_finished_models_of_another_text(tmp_path: Path) -> None:

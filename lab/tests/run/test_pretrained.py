@@ -259,4 +259,4 @@ def test_weights_that_are_not_finite_are_named(plain, corpus, tmp_path):
     model.save_pretrained(diverged)
     with pytest.raises(LabError, match=r"init_from: .*diverged: model\.norm\.weight has numbers that are not finite"):
         train(tuned(corpus, tmp_path / "run", diverged))
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "config.json").exists()

@@ -208,7 +208,7 @@ def test_other_text_is_refused(finished, tmp_path):
     (config.out / "result.json").unlink()
     lines = text.read_text().splitlines()
     text.write_text("\n".join(lines[:-9] + lines[:9]))
-    with pytest.raises(LabError, match=r"other inputs:\n  data\.corpus: "):
+    with pytest.raises(LabError, match=r"other options or inputs:\n  data\.corpus: "):
         train(config)
 
 

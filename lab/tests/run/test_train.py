@@ -234,7 +234,7 @@ def test_options_that_cannot_be(corpus, tmp_path, change, said, monkeypatch):
     with pytest.raises(LabError, match=said) as caught:
         train(tiny(corpus, tmp_path / "run", **change))
     assert caught.value.exit_code == 2
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 POSITIVE, NOT_NEGATIVE = ("learning_rate", "epsilon"), ("clip_norm", "weight_decay", "shift_lr_multiplier")

@@ -154,7 +154,7 @@ def test_a_finished_run_is_not_trained_again(finished: Path, monkeypatch: pytest
 
 
 def test_other_options_are_refused(finished: Path) -> None:
-    with pytest.raises(LabError, match=r"contains a run with other options:\n  task\.length: recorded 13, given 14"):
+    with pytest.raises(LabError, match=r"with other options or inputs:\n  task\.length: recorded 13, given 14"):
         train_task(tiny(finished, task=InductionConfig(length=14, vocab_size=37)))
 
 

@@ -213,7 +213,7 @@ def main() -> None:
         report = check_model(build_stock(name))
         log(f"{name}: {len(report.wrong)} of {len(report.verdicts)} wrong", command="check")
         rows.append({"name": name, "config": STOCK[name], **report_with_environment(report, torch.device("cpu"))})
-    write_lines(_RESULTS, rows, ensure_ascii=True)
+    write_lines(_RESULTS, rows)
 
 
 def _model_type(name: str) -> str:

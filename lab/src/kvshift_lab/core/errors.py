@@ -1,17 +1,14 @@
 """Errors with which a command ends: a message for the user and the exit code of the process."""
 
 import importlib.util
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.metadata import PackageNotFoundError, requires
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 _LAB_EXTRAS = ("eval", "export", "ray")  # of kvshift-lab; all others are extras of kvshift
 
@@ -88,26 +85,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs an extra of kvshift-lab or kvshift from where the package itself came from.
-
-    pip records the source in direct_url.json, unless it is a package index.
-    """
-    package = "kvshift-lab" if extra in _LAB_EXTRAS else "kvshift"
-    try:
-        text = distribution(package).read_text("direct_url.json")
-    except PackageNotFoundError:
-        text = None
-    origin = json.loads(text or "{}")
-    if "url" not in origin:
-        return f"pip install '{package}[{extra}]'"
-    if "vcs_info" in origin:
-        vcs = origin["vcs_info"]
-        part = f"#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else ""
-        return f"pip install '{package}[{extra}] @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}{part}'"
-    if not origin["url"].startswith("file:"):
-        return f"pip install '{package}[{extra}] @ {origin['url']}'"
-    editable = "-e " * origin.get("dir_info", {}).get("editable", False)
-    return f"pip install {editable}'{url2pathname(urlsplit(origin['url']).path)}[{extra}]'"
+    """Return the pip command that adds an extra of kvshift-lab or kvshift, wherever the package itself came from."""
+    return f"pip install '{'kvshift-lab' if extra in _LAB_EXTRAS else 'kvshift'}[{extra}]'"
 
 
 def require_importable(what: str, packages: Iterable[str], command: str) -> None:

@@ -147,12 +147,6 @@ def encoder(backend: str) -> tokenizers.Tokenizer:
     return encode
 
 
-def count_tokens(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the number of tokens in all documents, including an end-of-text token for each."""
-    encode = encoder(tokenizer.backend_tokenizer.to_str())
-    return sum(len(ids) + last for pieces in _encoded(texts(documents), encode) for ids, last in pieces)
-
-
 def repeat_spans(tokens: np.ndarray, number: int, fraction: float) -> np.ndarray:
     """With probability `fraction`, copy one span of a sequence over a later one; otherwise return it unchanged.
 

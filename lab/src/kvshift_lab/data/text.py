@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.config import DataConfig, check_data_config
-from kvshift_lab.data.packing import count_tokens, pack_documents, pack_stream
-from kvshift_lab.data.sources import STREAM_VALIDATION_DOCUMENTS, Documents, load_documents, texts
+from kvshift_lab.data.packing import pack_documents, pack_stream
+from kvshift_lab.data.sources import STREAM_VALIDATION_DOCUMENTS, Documents, load_documents
 from kvshift_lab.data.tokenizers import make_tokenizer
 
 
@@ -40,45 +40,31 @@ def load_text_data(config: DataConfig, *, seed: int, tokenizer_folder: Path) -> 
     """
     check_data_config(config)
     documents, held_out = load_documents(config)
-    _refuse_empty(documents, "training", config)
-    _refuse_empty(held_out, "validation", config)
     tokenizer = make_tokenizer(config, documents, tokenizer_folder)
     layout = (tokenizer, config.sequence_length, config.packing)
 
     validation = pack_documents(held_out, *layout)
-    _refuse_short(validation, held_out, "validation", tokenizer, config)
+    _refuse_short(validation, "validation", config)
     layout = (*layout, config.repeated_spans, config.periodic)
     if isinstance(documents, datasets.Dataset):
         train = pack_documents(documents, *layout)
-        _refuse_short(train, documents, "training", tokenizer, config)
+        _refuse_short(train, "training", config)
         return TextData(train, validation, tokenizer)
-    _refuse_short(pack_stream(documents, *layout), documents, "training", tokenizer, config)
+    _refuse_short(pack_stream(documents, *layout), "training", config)
     return TextData(pack_stream(documents, *layout, seed=seed), validation, tokenizer)
 
 
-def _refuse_empty(documents: Documents, part: str, config: DataConfig) -> None:
-    if next(texts(documents), None) is not None:
-        return
-    reason = ""
-    if config.streaming and config.validation is None:
-        reason = (
-            f" after the first {STREAM_VALIDATION_DOCUMENTS} documents, which streaming holds out for validation: give "
-            "validation, or leave streaming out"
-        )
-    elif config.validation is None:
-        reason = f" (validation_fraction is {config.validation_fraction})"
-    source = config.corpus if part == "training" or config.validation is None else config.validation
-    raise LabError(f"{source} contains no text for {part}{reason}; documents of only whitespace do not count")
-
-
-def _refuse_short(
-    sequences: Documents, documents: Documents, part: str, tokenizer: PreTrainedTokenizerFast, config: DataConfig
-) -> None:
+def _refuse_short(sequences: Documents, part: str, config: DataConfig) -> None:
+    """Raise a LabError unless the text for training or validation, `part`, fills a sequence."""
     if next(iter(sequences), None) is not None:
         return
-    tokens = count_tokens(documents, tokenizer)
     source = config.corpus if part == "training" or config.validation is None else config.validation
+    reason = ""
+    if config.validation is None:
+        reason = f" (validation_fraction is {config.validation_fraction})"
+        if config.streaming:
+            reason = f" (without validation, streaming holds out the first {STREAM_VALIDATION_DOCUMENTS} documents)"
     raise LabError(
-        f"{source}: the {tokens} tokens for {part} do not fill one sequence of {config.sequence_length}: take more "
-        "text or a smaller sequence_length"
+        f"{source}: the text for {part}{reason} does not fill one sequence of {config.sequence_length} tokens: take "
+        "more text or a smaller sequence_length"
     )

@@ -19,10 +19,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.core.messages import log
 from kvshift_lab.run.folder import Metrics
 from kvshift_lab.run.processes import Processes
-from kvshift_lab.run.progress import SECONDS_BETWEEN_LINES, ProgressReporter
+from kvshift_lab.run.progress import ProgressReporter
 from kvshift_lab.variants.variant import shift_layers
 
 
@@ -177,58 +176,34 @@ class Recorder(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """Shows training loss, tokens per second and remaining time, the progress of long evaluations, and their results.
-
-    In a terminal, progress is a bar; elsewhere, it is a line from time to time.
-    """
+    """Shows the progress of training, with loss and tokens per second, and of evaluations, and prints their results."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        evaluation: Callable[[dict[str, Any]], Evaluation],
-        *,
-        tokens_per_step: int,
-        shown: bool,
+        self, evaluation: Callable[[dict[str, Any]], Evaluation], *, tokens_per_step: int, shown: bool
     ) -> None:
         """Create the callback.
 
         Args:
-            recorder: measures the time per step. It must come before this callback in the Trainer's list.
             evaluation: converts Trainer's metrics to text.
             tokens_per_step: tokens per optimizer step, over all processes.
             shown: whether to show progress. If False, only the results of evaluations are printed.
         """
-        self._recorder, self._evaluation, self._tokens, self._shown = recorder, evaluation, tokens_per_step, shown
-        self._bar: Any = None
+        self._evaluation, self._tokens, self._shown = evaluation, tokens_per_step, shown
+        self._training: ProgressReporter | None = None
         self._evaluating: ProgressReporter | None = None
-        self._first, self._start, self._said = 0, 0.0, -SECONDS_BETWEEN_LINES
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._first, self._start = state.global_step, time.perf_counter()
-        self._bar = tqdm(
-            total=state.max_steps,
-            initial=state.global_step,
-            unit="step",
-            dynamic_ncols=True,
-            disable=None if self._shown else True,
+        self._training = ProgressReporter(
+            "training", state.max_steps, "steps", done=state.global_step, shown=self._shown
         )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._bar.update()
+        if self._training is not None:
+            self._training.update(tokens=self._tokens)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" not in logs:
-            return
-        rate = f"{self._tokens / max(self._recorder.step_seconds, 1e-9):,.0f} tokens/s"
-        self._bar.set_postfix_str(f"loss {logs['loss']:.4f}, {rate}", refresh=False)
-        now = time.perf_counter()
-        if self._shown and self._bar.disable and now - self._said >= SECONDS_BETWEEN_LINES:
-            self._said = now
-            left = (now - self._start) / (state.global_step - self._first) * (state.max_steps - state.global_step)
-            log(
-                f"step {state.global_step:,} of {state.max_steps:,}: training loss {logs['loss']:.4f}, {rate}, "
-                f"{tqdm.format_interval(left)} left"
-            )
+        if self._training is not None and "loss" in logs:
+            self._training.note = f"loss {logs['loss']:.4f}"
 
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
@@ -250,8 +225,8 @@ class Progress(TrainerCallback):
     def close(self) -> None:
         """Close the bars. After an error, this puts the error message on a separate line."""
         self._end_evaluation()
-        if self._bar is not None:
-            self._bar.close()
+        if self._training is not None:
+            self._training.close()
 
     def _end_evaluation(self) -> None:
         if self._evaluating is not None:

@@ -19,7 +19,6 @@ from kvshift_lab.core.options import digest
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.files import file_digest, file_stamp, find_texts, text_digest
 from kvshift_lab.data.hub import model_commit
-from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.model_files import locate
 
 _MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
@@ -63,30 +62,6 @@ def input_differences(recorded: Mapping[str, Any], inputs: Mapping[str, str]) ->
         for name, found in inputs.items()
         if recorded.get(name, found) != found
     ]
-
-
-def require_same_inputs(folder: RunFolder, inputs: Mapping[str, str]) -> None:
-    """Raise a LabError unless the run in `folder`, if there is one, was started with these inputs.
-
-    Runs of older versions recorded a sample of their sequences, which is compared once the text has been read. Those
-    that recorded neither are refused.
-    """
-    config = folder.read(folder.config)
-    if config is None:
-        return
-    recorded: Mapping[str, Any] = config.get("data_facts") or {}
-    if lines := input_differences(recorded, inputs):
-        listed = "\n  ".join(lines)
-        raise LabError(
-            f"out: the run in {folder.path} was started with other inputs:\n  {listed}\n"
-            "restore them, or choose another folder for out"
-        )
-    unknown = [name for name in inputs if name not in recorded]
-    if unknown and ("train_sample" not in recorded or "init_from" in unknown):
-        raise LabError(
-            f"out: the run in {folder.path} was started by an older version, which did not record the content of "
-            f"{unknown[0]}, so it may have changed since; choose another folder for out"
-        )
 
 
 @cache

@@ -7,9 +7,8 @@ import errno
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +20,10 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from kvshift_lab.core.atomic import remove_folder
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import log
 from kvshift_lab.run.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, gather_full
 from kvshift_lab.run.folder import Metrics, RunFolder
 from kvshift_lab.run.processes import COLLECTIVE_TIMEOUT, Processes
-from kvshift_lab.run.resume import ResumePoint, check_folder, require_run_folder
+from kvshift_lab.run.resume import ResumePoint, check_folder
 from kvshift_lab.run.train_config import RunConfig
 from kvshift_lab.run.trainer import RunTrainer
 from kvshift_lab.variants.building import rewrite_config_as_llama
@@ -60,7 +58,6 @@ def prepare_run_folder(
     for name in config.report_to:
         if name not in (known := get_available_reporting_integrations()):
             raise LabError(f"report_to must name installed trackers ({', '.join(known) or 'none'}), got {name!r}")
-    require_run_folder(folder)  # before the lock file is created in it
     inputs = identify()
     stack.enter_context(folder.locked())
     return None if check_folder(folder, options, inputs) else inputs
@@ -196,7 +193,7 @@ def add_callbacks(
 
     If `log_evaluations`, the result of each evaluation is printed to stderr.
     """
-    metrics = Metrics(folder.metrics, up_to_step=start.step, log=log) if processes.is_main else None
+    metrics = Metrics(folder.metrics, up_to_step=start.step) if processes.is_main else None
     recorder, graceful_stop = Recorder(metrics, tokens_per_step, trainer.evaluation), GracefulStop(processes)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -207,54 +204,21 @@ def add_callbacks(
         stack.callback(metrics.close)
         trainer.before_save(metrics.sync)
         if log_evaluations:
-            progress = Progress(recorder, trainer.evaluation, tokens_per_step=tokens_per_step, shown=config.progress)
+            progress = Progress(trainer.evaluation, tokens_per_step=tokens_per_step, shown=config.progress)
             stack.callback(progress.close)
             trainer.add_callback(progress)
         if "tensorboard" in config.report_to:
-            trainer.add_callback(TensorBoardCallback(_event_writer(stack, folder, start)))
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(folder.tensorboard), purge_step=start.step + 1 if start.step else None)
+            stack.callback(writer.close)
+            trainer.add_callback(TensorBoardCallback(writer))
         if "wandb" in config.report_to:
-            stack.enter_context(_wandb_in(folder))
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            if wandb.run is None:  # otherwise, the next run of this process would be logged into this one
+                stack.callback(wandb.finish)
     return recorder, graceful_stop
-
-
-@contextmanager
-def _wandb_in(folder: RunFolder) -> Iterator[None]:
-    """Have Weights & Biases write to OUT/wandb, unless WANDB_DIR is set or a run of it is already active."""
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    if wandb.run is not None:
-        yield
-        return
-    given = os.environ.get("WANDB_DIR")
-    os.environ["WANDB_DIR"] = given or str(folder.path)
-    try:
-        yield
-    finally:
-        wandb.finish()
-        if given is None:
-            del os.environ["WANDB_DIR"]
-        else:
-            os.environ["WANDB_DIR"] = given
-
-
-def _event_writer(stack: ExitStack, folder: RunFolder, start: ResumePoint) -> Any:
-    """Return TensorBoard's writer. Closing `stack` closes it, ignoring OSErrors so that they hide no earlier error."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    def show(failure: threading.ExceptHookArgs) -> None:
-        # The writer's thread also raises its error in the next call that writes, so it need not be printed here.
-        if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard.")):
-            before(failure)
-
-    def close() -> None:
-        with suppress(OSError):
-            writer.close()
-
-    before, threading.excepthook = threading.excepthook, show
-    stack.callback(setattr, threading, "excepthook", before)
-    writer = SummaryWriter(str(folder.tensorboard), purge_step=start.step + 1 if start.step else None)
-    stack.callback(close)
-    return writer
 
 
 def fit(
@@ -305,7 +269,7 @@ def save_model(
         processes: processes of the run, all of which must call this function.
         beside: called with the temporary folder in the first process, to add files such as the tokenizer.
     """
-    part, former = folder.path / ".model.part", folder.path / ".model.former"
+    part = folder.path / ".model.part"
     problem = None
     try:
         if processes.is_main:
@@ -325,11 +289,8 @@ def save_model(
             (part / "training_args.bin").unlink(missing_ok=True)  # a pickle that is not needed
             rewrite_config_as_llama(part)
             beside(part)
-            if folder.model.exists():  # a complete model is only removed once the new one has replaced it
-                remove_folder(former)
-                folder.model.rename(former)
+            remove_folder(folder.model)  # of a process that was killed before it had written the result
             part.rename(folder.model)
-            shutil.rmtree(former, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:
         problem = error
     if processes.any_process(problem is not None):

@@ -17,10 +17,21 @@ _SHORT = 3.0  # seconds before a bar appears, so that short operations show none
 
 
 class ProgressReporter:
-    """Reports the progress of one long operation. Operations that take a few seconds are not reported."""
+    """Reports the progress of one long operation. Operations that take a few seconds are not reported.
+
+    Attributes:
+        note: text that is reported with the progress, such as a loss.
+    """
 
     def __init__(
-        self, what: str, total: int | None, unit: str, *, shown: bool = True, log: Callable[[str], object] = log
+        self,
+        what: str,
+        total: int | None,
+        unit: str,
+        *,
+        done: int = 0,
+        shown: bool = True,
+        log: Callable[[str], object] = log,
     ) -> None:
         """Start counting.
 
@@ -28,6 +39,7 @@ class ProgressReporter:
             what: name of the operation, such as "evaluation".
             total: total number of units. None: unknown.
             unit: name of the units, such as "batches". For "bytes", lines give megabytes.
+            done: number of units that were finished before.
             shown: whether to report anything.
             log: prints a line.
         """
@@ -37,6 +49,7 @@ class ProgressReporter:
         self._bar: Any = tqdm(
             desc=what,
             total=total,
+            initial=done,
             unit="B" if unit == "bytes" else f" {unit}",
             unit_scale=unit == "bytes",
             delay=_SHORT,
@@ -44,7 +57,9 @@ class ProgressReporter:
             dynamic_ncols=True,
             disable=disable,
         )
-        self._done = self._tokens = 0
+        self._first = self._done = done
+        self._tokens = 0
+        self.note = ""
 
     def update(self, count: int = 1, *, tokens: int = 0) -> None:
         """Add `count` finished units and their `tokens`, for which tokens per second are reported."""
@@ -52,15 +67,17 @@ class ProgressReporter:
         now = time.perf_counter()
         spent = max(now - self._start, 1e-9)
         speed = f"{self._tokens / spent:,.0f} tokens/s" if self._tokens else ""
-        self._bar.set_postfix_str(speed, refresh=False)
+        described = [part for part in (self.note, speed) if part]
+        self._bar.set_postfix_str(", ".join(described), refresh=False)
         self._bar.update(count)
         if not self._shown or not self._bar.disable or now - self._said < SECONDS_BETWEEN_LINES:
             return
         self._said = now
-        parts = [self._amount(), speed]
-        if self._total is not None and self._done:
-            parts.append(f"{tqdm.format_interval(max(spent * (self._total - self._done) / self._done, 0))} left")
-        self._log(f"{self._what}: {', '.join(part for part in parts if part)}")
+        parts = [self._amount(), *described]
+        if self._total is not None and self._done > self._first:
+            left = spent * (self._total - self._done) / (self._done - self._first)
+            parts.append(f"{tqdm.format_interval(max(left, 0))} left")
+        self._log(f"{self._what}: {', '.join(parts)}")
 
     def _amount(self) -> str:
         known = [self._done] if self._total is None else [self._done, self._total]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +17,11 @@ from kvshift_lab.data.text import TextData
 from kvshift_lab.data.tokenizers import ORIGIN
 from kvshift_lab.run.checkpoints import find_checkpoint
 from kvshift_lab.run.folder import RunFolder
-from kvshift_lab.run.inputs import require_same_inputs
+from kvshift_lab.run.inputs import input_differences
 from kvshift_lab.run.processes import Processes
 from kvshift_lab.run.train_config import config_hash, differences
 from kvshift_lab.variants.model_config import ModelConfig, model_fields
 
-_SAMPLED_ROWS = 256
 _PARTS = {"model", "optimizer", "data"}  # options that are JSON objects; runs on tasks have no "data"
 
 
@@ -44,17 +41,14 @@ def check_folder(folder: RunFolder, options: dict[str, Any], inputs: Mapping[str
         options: options as JSON. Unresolved ones (None, "auto") are only compared in `start_or_resume`.
         inputs: what identifies the run's text and start model; see `inputs`.
     """
-    require_run_folder(folder)
-    folder.clean()
     old = folder.read(folder.config)
-    if old is None:  # an earlier process may have stopped before the run began
-        remove_folder(folder.tokenizer)
-        folder.environment.unlink(missing_ok=True)
+    if old is None:
+        _require_new(folder)
+        remove_folder(folder.tokenizer)  # of an earlier process that stopped before the run began
         return False
-    for part in _PARTS & options.keys():
-        _object(folder, old, part)
-    _refuse(folder, other_options(old, options))
-    require_same_inputs(folder, inputs)
+    if "config_hash" not in old:
+        raise LabError(f"out: {folder.config} does not belong to a run; choose a folder that is new or empty")
+    _refuse(folder, other_options(old, options) + input_differences(old.get("data_facts") or {}, inputs))
     return folder.result.exists()
 
 
@@ -71,27 +65,15 @@ def other_options(old: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
     return differences(known, given)
 
 
-def require_run_folder(folder: RunFolder) -> None:
-    """Raise a LabError unless the folder is new, empty, or that of a run. Write nothing.
-
-    Hidden files are ignored, as are a tokenizer and environment.json, which a run writes before its config.json.
-    """
-    config = folder.read(folder.config)
-    if config is not None:
-        if "config_hash" not in config:
-            raise LabError(f"out: {folder.config} does not belong to a run; choose a folder that is new or empty")
-        return
-    ours = {folder.tokenizer: folder.tokenizer / ORIGIN, folder.environment: folder.environment}
-    found = sorted(folder.path.iterdir()) if folder.path.is_dir() else []
-    others = [path for path in found if not (path in ours and ours[path].exists())]
-    foreign = [path.name for path in others if not path.name.startswith(".")]
+def _require_new(folder: RunFolder) -> None:
+    """Raise a LabError unless the folder has only what a run writes before its config.json, and hidden files."""
+    first = {folder.environment} | ({folder.tokenizer} if (folder.tokenizer / ORIGIN).exists() else set())
+    foreign = sorted(path.name for path in {*folder.path.iterdir()} - first if not path.name.startswith("."))
     if foreign:
         raise LabError(
             f"out: {folder.path} is not empty and contains no run ({', '.join(foreign[:3])} ...); "
             "choose a folder that is new or empty"
         )
-    if "started" not in (folder.read(folder.environment) or {"started": None}):
-        raise LabError(f"out: {folder.environment} does not belong to a run; choose a folder that is new or empty")
 
 
 def start_or_resume(
@@ -108,7 +90,7 @@ def start_or_resume(
         options: all options as JSON, resolved.
         processes: processes of the run.
         log: reports where the run resumes.
-        facts: what identifies the data besides the options: inputs, and `data_fingerprint`.
+        facts: what identifies the data besides the options: inputs, and `data_sizes`.
     """
     here = environment(processes.device, processes.count)
     old = folder.read(folder.config)
@@ -119,25 +101,16 @@ def start_or_resume(
         return ResumePoint(0, None)
 
     refuse_other_options(folder, old, options)
-    _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
+    recorded = old.get("data_facts") or {}
+    known = {name: value for name, value in facts.items() if name in recorded}  # older versions recorded less
+    _refuse(folder, differences({name: recorded[name] for name in known}, known))
     checkpoint = find_checkpoint(folder.path)
     step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     log(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
     first = folder.read(folder.environment) or {}
     again = {"step": step, **here}
-    before = first.get("continued")
-    write_json(folder.environment, {**first, "continued": [*(before if isinstance(before, list) else []), again]})
+    write_json(folder.environment, {**first, "continued": [*first.get("continued", []), again]})
     return ResumePoint(step, None if checkpoint is None else str(checkpoint))
-
-
-def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, Any]:
-    value = config.get(name) or {}
-    if not isinstance(value, dict):
-        raise LabError(
-            f"{folder.config}: {name} must be a JSON object, got {type(value).__name__}; fix it, or choose another "
-            "folder for out"
-        )
-    return value
 
 
 def resolved_model(config: PreTrainedConfig) -> dict[str, Any]:
@@ -152,17 +125,10 @@ def resolved_model(config: PreTrainedConfig) -> dict[str, Any]:
     return {**values, "rope_theta": rope.get("rope_theta"), "shift_targets": list(config.shift_targets)}
 
 
-def data_fingerprint(data: TextData) -> dict[str, Any]:
-    """Return numbers of sequences and digests, by which a resumed run verifies that data and tokenizer are the same."""
-    facts: dict[str, Any] = {
-        "tokens": len(data.tokenizer),
-        "tokenizer": _digest(data.tokenizer.backend_tokenizer.to_str()),
-        "validation_rows": len(data.validation),
-        "validation_sample": _sample(data.validation),
-    }
-    if isinstance(data.train, Dataset):
-        facts |= {"train_rows": len(data.train), "train_sample": _sample(data.train)}
-    return facts
+def data_sizes(data: TextData) -> dict[str, Any]:
+    """Return the number of tokens of the tokenizer, and of sequences, except of a streamed text."""
+    train = {"train_rows": len(data.train)} if isinstance(data.train, Dataset) else {}
+    return {"tokens": len(data.tokenizer), "validation_rows": len(data.validation), **train}
 
 
 def refuse_other_options(folder: RunFolder, old: dict[str, Any], options: dict[str, Any]) -> None:
@@ -174,31 +140,6 @@ def _refuse(folder: RunFolder, lines: list[str]) -> None:
     if lines:
         listed = "\n  ".join(lines)
         raise LabError(
-            f"out: {folder.path} contains a run with other options:\n  {listed}\n"
-            "give the same options to resume it, or choose another folder"
+            f"out: {folder.path} contains a run with other options or inputs:\n  {listed}\n"
+            "give the same options and inputs to resume it, or choose another folder"
         )
-
-
-def _refuse_other_data(folder: RunFolder, old: dict[str, Any], new: dict[str, Any]) -> None:
-    known = {name: value for name, value in new.items() if name in old}  # older versions recorded less
-    if old.get("tokenizer") != known.get("tokenizer"):
-        raise LabError(
-            f"the tokenizer, of {new['tokens']} tokens, is not the one that the run in {folder.path} was started with, "
-            f"of {old.get('tokens')} tokens. Restore that one ({folder.tokenizer}), or choose another folder for out"
-        )
-    lines = differences({name: old[name] for name in known}, known)
-    if lines:
-        raise LabError(
-            f"the data are not those that the run in {folder.path} was started with ({'; '.join(lines)}); restore "
-            "them, or choose another folder for out"
-        )
-
-
-def _sample(rows: Dataset) -> str:
-    """Return a digest of at least `_SAMPLED_ROWS` equally spaced sequences, or of all if there are fewer."""
-    chosen = range(0, len(rows), max(1, len(rows) // _SAMPLED_ROWS))
-    return _digest(json.dumps(rows.select(chosen).with_format(None)["input_ids"][:]))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -38,18 +38,6 @@ def cache_folder() -> Path:
     return user_cache(NAME)
 
 
-def find_smollm2() -> Path:
-    """Return the folder of the converted model.
-
-    Raises:
-        LabError: the model has not been converted on this machine.
-    """
-    folder = cache_folder()
-    if not (folder / "config.json").is_file():
-        raise LabError(f"there is no {NAME} in {folder}: `make smollm` downloads and converts it")
-    return folder
-
-
 def convert(gguf: Path, folder: Path, *, sha256: str) -> None:
     """Convert the model and the tokenizer of a GGUF file to a transformers model folder in float32, atomically.
 

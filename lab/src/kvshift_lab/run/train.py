@@ -32,7 +32,7 @@ from kvshift_lab.run.pretrained import load_pretrained
 from kvshift_lab.run.probes import check_probes
 from kvshift_lab.run.processes import Processes
 from kvshift_lab.run.resolve import ResolvedRun, given_options, resolve, uses_cpu
-from kvshift_lab.run.resume import data_fingerprint, start_or_resume
+from kvshift_lab.run.resume import data_sizes, start_or_resume
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.run.trainer import LanguageModelTrainer
 from kvshift_lab.variants.building import build_model, count_parameters, freeze_shift
@@ -93,7 +93,7 @@ def _run(
     sizes = count_parameters(model)
     if config.probes is not None:
         check_probes(model)
-    facts = data_fingerprint(data) | inputs
+    facts = data_sizes(data) | inputs
     processes.any_process(False)  # wait until all processes have read the files that the first one changes next
     start = processes.main_first(lambda: start_or_resume(folder, run.options, processes, log, facts))
     model.config.use_cache = False  # a KV cache would take memory in every training step

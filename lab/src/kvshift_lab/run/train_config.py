@@ -89,7 +89,7 @@ class RunConfig:
     """Number of steps between lines of training metrics, each of which is a mean over these steps."""
     report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE_SPECIFIC)
     """Experiment trackers besides metrics.jsonl, by their names in transformers: tensorboard (in OUT/tensorboard),
-    wandb (in OUT/wandb), mlflow ... Give the option without a value for none."""
+    wandb, mlflow ... Give the option without a value for none."""
     compile: bool = False
     """Compile the model with torch.compile."""
     gradient_checkpointing: bool = False

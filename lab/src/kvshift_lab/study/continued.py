@@ -13,7 +13,7 @@ from kvshift_lab.core.options import to_json
 from kvshift_lab.run.finished import read_run
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.inputs import identify_inputs
-from kvshift_lab.run.train_config import TrainConfig, config_hash
+from kvshift_lab.run.train_config import config_hash
 from kvshift_lab.study.jobs import TextJob
 
 _ATTEMPTS = 5
@@ -33,19 +33,21 @@ class ContinuedJob(TextJob):
     whether two arms began alike.
 
     Attributes:
-        start: options of the run that makes the start model, with the seed of this job.
+        start: the job that makes the start model, with the seed of this one; it may continue a start model itself.
         start_name: name of the start model, such as "text-2-layers".
         least_matching: lowest prefix matching of the best head of a start model.
     """
 
-    start: TrainConfig
+    start: TextJob
     start_name: str
     least_matching: float
 
     def with_seeds(self, seeds: Sequence[int]) -> list[Self]:
         """Return the same job with each of these seeds, for the start model as well."""
-        jobs = super().with_seeds(seeds)
-        return [replace(job, start=replace(self.start, seed=job.seed)) for job in jobs]
+        return [
+            replace(job, start=start)
+            for job, start in zip(super().with_seeds(seeds), self.start.with_seeds(seeds), strict=True)
+        ]
 
     def run(self, out: Path) -> None:
         """Train the start model unless it is finished, waiting if another process does, then run this job."""
@@ -55,7 +57,7 @@ class ContinuedJob(TextJob):
             for attempt in range(_ATTEMPTS):
                 seed = self.seed + attempt * _NEXT_SEED
                 folder = self._start_folder(out, seed)
-                TextJob(arm=self.arm, config=replace(self.start, seed=seed)).run(folder)
+                self.start.with_seeds([seed])[0].run(folder)
                 if read_run(folder).series("probes", "prefix_matching")[0][-1] >= self.least_matching:
                     break
         self._continuing(folder).run(out)
@@ -70,15 +72,19 @@ class ContinuedJob(TextJob):
         folder = self._used_start(out)
         assert folder is not None
         found = self._continuing(folder).record(out)
-        start = TextJob(arm=self.arm, config=self.start).record(folder)
+        start = self.start.record(folder)
         options = {**found["options"], "init_from": self._options(self.config)["init_from"]}
         options["data"] = {**options["data"], "tokenizer": None}  # that of the start model
         digits = config_hash({name: value for name, value in options.items() if name != "data_facts"})
         kept = {name: start[name] for name in ("config_hash", "options", "curve")}
+        if "start" in start["result"]:
+            kept["start"] = start["result"]["start"]
         return {**found, "options": options, "config_hash": digits, "result": {**found["result"], "start": kept}}
 
     def _start_folder(self, out: Path, seed: int) -> Path:
-        return out.parents[1] / "start" / self.start_name / f"seed-{seed}"
+        beside = out.parents[1]
+        starts = beside if beside.name == "start" else beside / "start"
+        return starts / self.start_name / f"seed-{seed}"
 
     def _used_start(self, out: Path) -> Path | None:
         """Return the folder of the start model with which the run in `out` began; None if it has not begun."""
@@ -93,8 +99,8 @@ class ContinuedJob(TextJob):
 
     def _options(self, config: Any) -> dict[str, Any]:
         """Return the options as JSON, with the name of the start model and the hash of its options."""
-        options = to_json(self.start) | {"seed": 0, "least_matching": self.least_matching}
-        return to_json(config) | {"init_from": f"{self.start_name} {config_hash(options)}"}
+        start = self.start._options(self.start.config) | {"seed": 0, "least_matching": self.least_matching}
+        return to_json(config) | {"init_from": f"{self.start_name} {config_hash(start)}"}
 
     def _identify_inputs(self) -> dict[str, str]:
         """Return what identifies the text; the weights of a start model differ between kinds of machines."""

@@ -20,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvshift_lab.cli import main
-from kvshift_lab.commands.eval import scoring, text_scores
+from kvshift_lab.commands.eval import text_scores
 from kvshift_lab.commands.eval.command import evaluate
 from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.core.errors import LabError
@@ -199,7 +199,7 @@ def test_the_page_names_what_the_output_holds(model_folder, llama_folder, docume
     page = (Path(__file__).parents[4] / "docs" / "eval.md").read_text(encoding="utf-8")
     found = evaluated(model_folder, tmp_path, llama_folder)
     pair = found["differences"][0]
-    for name in {*found, *found["text"], *found["blocks"], *found["models"][0], *pair, *pair["loss"]}:
+    for name in {*found, *found["text"], *found["models"][0], *pair, *pair["loss"]}:
         assert f"`{name.removesuffix('_stderr')}`" in page
     options = EvalConfig.__dataclass_fields__
     assert all(name.replace("-", "_") in options for name in re.findall(r"`--([a-z-]+)[ `]", page) if name != "data")
@@ -218,18 +218,13 @@ def test_the_table(model_folder, llama_folder, documents, tmp_path, capsys):
     )
 
 
-def test_long_documents_are_blocks_whichever_the_tokenizer(model_folder, gpt2_folder, tmp_path, monkeypatch):
+def test_long_documents_are_blocks_whichever_the_tokenizer(model_folder, gpt2_folder, tmp_path):
     text = write_documents(tmp_path / "held_out.jsonl", count=5, longest=2000)
     assert sum(len(document.encode()) > 4096 for document in text) >= 2
     found = evaluated(model_folder, tmp_path, gpt2_folder, batch_size=64)
     expected = sum(-(-len(document.encode()) // 4096) for document in text)
     assert [model["blocks"] for model in found["models"]] == [expected, expected]
-    monkeypatch.setattr(scoring, "_MOST_BLOCKS", 4)  # neighbors are merged until at most so many blocks remain
-    merged = evaluated(model_folder, tmp_path, gpt2_folder, batch_size=64)
-    assert merged["blocks"]["together"] == 2 ** math.ceil(math.log2(expected / 4))
-    assert merged["models"][0]["blocks"] == -(-expected // merged["blocks"]["together"])
-    assert merged["models"][0]["loss"] == pytest.approx(found["models"][0]["loss"], rel=1e-12)
-    assert merged["differences"][0]["bits_per_byte"]["stderr"] > 0
+    assert found["differences"][0]["bits_per_byte"]["blocks"] == expected
 
 
 def test_one_block_has_no_error(model_folder, tmp_path, capsys):
@@ -254,12 +249,11 @@ class NoModel:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(model_folder, tmp_path, monkeypatch):
-    """With many documents, the parts read, tokenized and scored at once are small against both sizes."""
+    """The parts read, tokenized and scored at once are small against both sizes."""
     monkeypatch.setattr(text_scores, "load_weights", lambda *args, **kwargs: NoModel())
     monkeypatch.setattr("kvshift_lab.data.token_stream._BATCH_CHARACTERS", 2**13)
     monkeypatch.setattr("kvshift_lab.data.pieces._PIECE_CHARACTERS", 2**12)
-    monkeypatch.setattr(scoring, "_MOST_BLOCKS", 2**6)
-    line = "to be or not to be, that is the question: whether 'tis nobler in the mind\n" * 4
+    line = "to be or not to be, that is the question: whether 'tis nobler in the mind\n" * 54
     peaks = []
     for kilobytes in (64, 256):
         path = tmp_path / f"{kilobytes}.jsonl"

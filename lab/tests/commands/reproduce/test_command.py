@@ -133,7 +133,7 @@ def test_runs_with_other_options_are_neither_kept_nor_taken_for_these(tmp_path: 
     job.run(tmp_path)
     assert job.is_finished(tmp_path)
     changed = replace(job, config=replace(job.config, batch_size=job.config.batch_size + 1))
-    with pytest.raises(LabError, match=r"contains a run with other options:\n  batch_size: recorded 8, given 9"):
+    with pytest.raises(LabError, match=r"with other options or inputs:\n  batch_size: recorded 8, given 9"):
         changed.is_finished(tmp_path)
 
 

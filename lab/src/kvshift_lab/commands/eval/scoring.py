@@ -30,9 +30,6 @@ from kvshift_lab.data.token_stream import Tokens
 # far too small.
 BLOCK_BYTES = 4096
 
-# Maximum number of blocks; neighbouring blocks of a longer text are merged.
-_MOST_BLOCKS = 2**14
-
 # Number of batches whose windows are sorted by length together, to reduce padding.
 _SORTED_BATCHES = 16
 
@@ -147,26 +144,22 @@ def _score_batch(model: Any, batch: list[Window]) -> ScoredTokens:
 
 
 class BlockSums:
-    """Sums over the blocks of a text, in a fixed amount of memory whatever the length of the text.
+    """Sums over the blocks of a text.
 
     Attributes:
         sums: (3, blocks) Sums of losses in nats, number of tokens, and number of bytes.
-        blocks_per_column: Number of neighbouring blocks that share one column, a power of two.
     """
 
     def __init__(self) -> None:
-        self.sums = np.zeros((3, _MOST_BLOCKS))
-        self.blocks_per_column = 1
+        self.sums = np.zeros((3, 0))
 
     def add(self, scored: ScoredTokens) -> None:
-        while int(scored.blocks.max()) // self.blocks_per_column >= _MOST_BLOCKS:
-            self.merge()
-        columns = scored.blocks // self.blocks_per_column
+        first, end = int(scored.blocks.min()), int(scored.blocks.max()) + 1
+        if end > self.sums.shape[1]:
+            self.extend(2 * end)
         for row, values in zip(self.sums, (scored.losses, np.ones_like(scored.losses), scored.sizes), strict=True):
-            row += np.bincount(columns, weights=values, minlength=_MOST_BLOCKS)
+            row[first:end] += np.bincount(scored.blocks - first, weights=values)
 
-    def merge(self) -> None:
-        """Add up neighbouring pairs of columns, which frees half of them."""
-        pairs = self.sums.reshape(3, -1, 2).sum(axis=2)
-        self.sums = np.concatenate([pairs, np.zeros_like(pairs)], axis=1)
-        self.blocks_per_column *= 2
+    def extend(self, blocks: int) -> None:
+        """Make room for `blocks` blocks."""
+        self.sums = np.pad(self.sums, ((0, 0), (0, blocks - self.sums.shape[1])))

@@ -64,17 +64,16 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     for number, model in enumerate(models):
         label = model.name if len(models) == 1 else f"{model.name} ({number + 1} of {len(models)})"
         results.append(_score(model, config, length, stride, ProgressReporter(label, text["bytes"], "bytes", log=_log)))
-    together = max(result.blocks_per_column for result in results)
+    blocks = max(result.sums.shape[1] for result in results)
     for result in results:
-        while result.blocks_per_column < together:
-            result.merge()
+        result.extend(blocks)
     tokenizer = [(model.encode.to_str(), model.begin, model.separator) for model in models]
     return {
         "text": text,
         "packing": config.packing,
         "window": length,
         "stride": stride,
-        "blocks": {"bytes": BLOCK_BYTES, "together": together},
+        "block_bytes": BLOCK_BYTES,
         "models": [_numbers(model, result) for model, result in zip(models, results, strict=True)],
         "differences": [
             _difference(models[0], results[0], other, result, same_tokens=tokenizer[0] == theirs)
@@ -250,15 +249,14 @@ def table(report: dict[str, Any]) -> list[str]:
             for row in report["differences"]
         ]
         lines += ["", as_text([head, *rows])]
-    count, together = report["models"][0]["blocks"], report["blocks"]["together"]
+    count = report["models"][0]["blocks"]
     blocks = "block" if count == 1 else "blocks"
     block = f"documents, or parts of {BLOCK_BYTES} bytes of longer ones"
-    several = f", {together} neighbours merged" if together > 1 else ""
     packing = "documents scored separately" if report["packing"] == "documents" else "documents concatenated"
     lines += [
         "",
         f"{packing}; windows of {report['window']} tokens, one every {report['stride']}; "
-        f"± is one standard error over {count:,} {blocks} of the text ({block}{several})",
+        f"± is one standard error over {count:,} {blocks} of the text ({block})",
     ]
     if any(row["loss"] is None for row in report["differences"]):
         lines.append("Models with different tokenizers are compared only by bits per byte.")

@@ -23,16 +23,18 @@ from kvshift_lab.recipes.decide import study as decide
 from kvshift_lab.recipes.decide.onset import KIND_NAMES, LEVEL, mean_text, tokens_per_step
 from kvshift_lab.recipes.decide.study import MARGIN, at_least
 from kvshift_lab.run.probes import KINDS
+from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study.arm import Arm, layers_text
 from kvshift_lab.study.claims import Claim, Direction, higher, holds_if, lower, question, within
 from kvshift_lab.study.continued import ContinuedJob
+from kvshift_lab.study.jobs import TextJob
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, value_at, without_tuning_runs
 from kvshift_lab.variants.by_name import with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 
 SPANS, RANDOM = "after repeated text", "after repeated random tokens"
-_STARTS = {SPANS: "text", RANDOM: "random"}
-_START_RATES = {SPANS: 6e-3, RANDOM: 4e-3}
+_STARTS = {SPANS: "text", RANDOM: "random"}  # what is repeated; text after random tokens
+_START_RATE = 4e-3
 _START_LENGTH = 128
 _START_MATCHING = 0.5
 
@@ -44,27 +46,26 @@ _KEPT = 0.2  # difference in prefix matching from which one model keeps copying 
 
 @dataclass(frozen=True)
 class _Size:
-    """What a preset trains: depths, models, and the steps of the start model and of stage 2."""
+    """What a preset trains: depths, models, and steps on random tokens, on repeated text and on text."""
 
     depths: tuple[int, ...]
     models: tuple[str, ...]
-    start_steps: int
+    random_steps: int
+    spans_steps: int
     steps: int
 
 
 _STEP = decide.LAPTOP.batch_size * decide.LAPTOP.data.sequence_length  # tokens
 _SIZES = {
-    "smoke": _Size((1,), (PLAIN, SHIFT, SCALE), 2, 4),
-    "laptop": _Size((2,), (PLAIN, SHIFT), 1500, 6_000_000 // _STEP),
-    "full": _Size((4, 2), (PLAIN, SHIFT, SCALE, KEYS, VALUES), 1500, 12_000_000 // _STEP),
+    "smoke": _Size((1,), (PLAIN, SHIFT, SCALE), 2, 2, 4),
+    "laptop": _Size((2,), (PLAIN, SHIFT), 1500, 500, 6_000_000 // _STEP),
+    "full": _Size((4, 2), (PLAIN, SHIFT, SCALE, KEYS, VALUES), 1500, 500, 12_000_000 // _STEP),
 }
 
 
 def arm_of(model: str, layers: int, start: str) -> Arm:
     """Return the arm of a model after one kind of start."""
-    if model == SCALE:
-        return Arm(variant=SHIFT, layers=layers, case=f"{SCALE}, {start}")
-    return Arm(variant=model, layers=layers, case=start)
+    return Arm(variant=_variant(model), layers=layers, case=f"{SCALE}, {start}" if model == SCALE else start)
 
 
 def arms(preset: str) -> list[ContinuedJob]:
@@ -77,30 +78,50 @@ def arms(preset: str) -> list[ContinuedJob]:
 
 
 def _job(preset: str, model: str, layers: int, start: str) -> ContinuedJob:
-    base, size = decide.SMOKE if preset == "smoke" else decide.LAPTOP, _SIZES[preset]
-    plain = replace(with_variant(base.model, PLAIN), num_attention_heads=2, num_hidden_layers=layers)
-    first = replace(
-        base,
-        model=plain,
-        data=replace(base.data, periodic=_STARTS[start]),
-        optimizer=replace(base.optimizer, learning_rate=_START_RATES[start]),
-        steps=size.start_steps,
-    )
-    if preset != "smoke":
-        data = replace(first.data, sequence_length=_START_LENGTH)
-        first = replace(first, data=data, batch_size=_STEP // _START_LENGTH, eval_rows=48)
-    options = with_variant(
-        ModelConfig(shift_init=None if model == PLAIN else "identity"), SHIFT if model == SCALE else model
-    )
+    base, size = _base(preset), _SIZES[preset]
+    options = with_variant(ModelConfig(shift_init=None if model == PLAIN else "identity"), _variant(model))
     if model == SCALE:
         options = replace(options, freeze_shift_lags=True)
+    arm, config = arm_of(model, layers, start), replace(base, model=options, steps=size.steps)
+    return _after(preset, arm, config, _start(preset, layers, start), start)
+
+
+def _start(preset: str, layers: int, start: str) -> TextJob:
+    """Return the job of a plain model on repeated random tokens, and after that, for one kind, on repeated text."""
+    base, size = _base(preset), _SIZES[preset]
+    plain = replace(with_variant(base.model, PLAIN), num_attention_heads=2, num_hidden_layers=layers)
+    config = replace(
+        base,
+        model=plain if start == RANDOM else with_variant(ModelConfig(), PLAIN),
+        data=replace(base.data, periodic=_STARTS[start]),
+        optimizer=replace(base.optimizer, learning_rate=_START_RATE),
+        steps=size.random_steps if start == RANDOM else size.spans_steps,
+    )
+    if preset != "smoke":
+        data = replace(config.data, sequence_length=_START_LENGTH)
+        config = replace(config, data=data, batch_size=_STEP // _START_LENGTH, eval_rows=48)
+    arm = Arm(variant=PLAIN, layers=layers, case=f"on repeated {_STARTS[start]}")
+    if start == RANDOM:
+        return TextJob(arm=arm, config=config)
+    return _after(preset, arm, config, _start(preset, layers, RANDOM), RANDOM)
+
+
+def _after(preset: str, arm: Arm, config: TrainConfig, start: TextJob, kind: str) -> ContinuedJob:
     return ContinuedJob(
-        arm=arm_of(model, layers, start),
-        config=replace(base, model=options, steps=size.steps),
-        start=first,
-        start_name=f"{_STARTS[start]}-{layers}-layers",
+        arm=arm,
+        config=config,
+        start=start,
+        start_name=f"{_STARTS[kind]}-{arm.layers}-layers",
         least_matching=0.0 if preset == "smoke" else _START_MATCHING,
     )
+
+
+def _base(preset: str) -> TrainConfig:
+    return decide.SMOKE if preset == "smoke" else decide.LAPTOP
+
+
+def _variant(model: str) -> str:
+    return SHIFT if model == SCALE else model
 
 
 @dataclass(frozen=True)
