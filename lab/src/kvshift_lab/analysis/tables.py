@@ -16,22 +16,13 @@ def as_text(rows: Rows, *, left: int | None = 1, rule: bool = False, width: int 
         left: Number of leading text columns, which are left-aligned. The others contain numbers and are right-aligned.
             None: all columns are text.
         rule: Draw a line below the heading.
-        width: Maximum number of characters per line. Number columns that do not fit are continued in another table
-            below, which repeats the text columns; if all columns are text, the last one is wrapped. None: no limit.
+        width: Maximum number of characters per line, for which the last column is wrapped. None: no limit.
     """
     columns = max(map(len, rows))
     complete = [row for row in rows if len(row) == columns]
     widths = [max(len(row[column]) for row in complete) for column in range(columns)]
-    if width is not None and left is None:
+    if width is not None:
         rows = [part for row in rows for part in _wrapped(row, widths, width)]
-    elif width is not None and left is not None and sum(widths) + 2 * (columns - 1) > width:
-        count = left + 1
-        while count < columns and sum(widths[: count + 1]) + 2 * count <= width:
-            count += 1
-        if count < columns:
-            rest = [(*row[:left], *row[count:]) for row in rows]
-            first = as_text([row[:count] for row in rows], left=left, rule=rule)
-            return f"{first}\n\n{as_text(rest, left=left, rule=rule, width=width)}"
     lines = [
         "  ".join(
             cell.ljust(size) if left is None or number < left or len(row) < columns else cell.rjust(size)

@@ -26,7 +26,7 @@ from kvshift_lab.variants.building import build_model, describe
 from kvshift_lab.variants.model_config import ModelConfig
 from kvshift_lab.variants.small_gpt2 import GPT2Options
 
-from ...analysis.narrow import Page, faults_on_a_phone
+from ...analysis.pages import Page
 
 TEXT = "to be or not to be"
 SHAPE = {
@@ -110,7 +110,6 @@ def test_a_run_of_a_task_and_its_page_which_needs_nothing_but_itself(
     assert f"induction        {best.scores['induction']:.2f}  layer 0, head {best.head}" in printed
     assert printed[-1] == str(page)
 
-    assert faults_on_a_phone(page.read_text(encoding="utf-8")) == []
     page = read(page)
     assert len(page.fetched) == 4
     assert page.needs_nothing_but_itself()

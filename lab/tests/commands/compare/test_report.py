@@ -11,7 +11,7 @@ from kvshift_lab.analysis import pages
 from kvshift_lab.analysis.curves import PROBE_PANELS
 from kvshift_lab.commands.compare.report import verdicts, write_report
 
-from ...analysis.narrow import Page, faults_on_a_phone
+from ...analysis.pages import Page
 from ...analysis.run_folders import write_pair, write_run
 from .records import records
 
@@ -100,11 +100,6 @@ def test_what_probes_found_is_drawn_with_a_panel_for_each_number(one_seed):
 def test_without_probes_in_every_run_nothing_is_drawn_of_them(two_seeds):
     assert "Induction" not in two_seeds.text
     assert not (two_seeds.folder / "probes.svg").exists()
-
-
-@pytest.mark.parametrize("report", ["one_seed", "two_seeds", "four_variants"])
-def test_a_phone_shows_all_of_it(report, request):
-    assert faults_on_a_phone(request.getfixturevalue(report).text) == []
 
 
 def test_the_page_says_what_the_files_say(two_seeds):

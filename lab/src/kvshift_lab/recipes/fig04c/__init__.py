@@ -10,6 +10,6 @@ ENTRY = Entry(
     title="divergence at doubled rates, without clipping and QK-norm",
     presets={
         "smoke": Preset(seeds=1, cost="40 seconds on two cores"),
-        "laptop": Preset(seeds=6, cost="an hour and a half on two cores"),
+        "laptop": Preset(seeds=6, cost="half an hour on two cores"),
     },
 )

@@ -7,7 +7,7 @@ ENTRY = Entry(
     title="how soon models begin to copy, by the start values of their coefficients",
     presets={
         "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
-        "laptop": Preset(seeds=6, cost="an hour and a half on two cores"),
+        "laptop": Preset(seeds=6, cost="half an hour on two cores"),
         "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
     },
 )

@@ -9,7 +9,7 @@ ENTRY = Entry(
         "smoke": Preset(seeds=1, cost="a minute on two cores", grid=Grid(rates=(1e-3, 2e-3))),
         "laptop": Preset(
             seeds=6,
-            cost="ten hours on two cores, minutes on a GPU",
+            cost="three hours on two cores",
             grid=Grid(rates=(2e-3, 4e-3, 8e-3, 16e-3)),
         ),
         "paper": Preset(seeds=3, cost="hours on one GPU; not measured", grid=Grid(rates=(5e-4, 1e-3, 2e-3))),
