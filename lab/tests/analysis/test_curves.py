@@ -78,12 +78,28 @@ def test_of_many_evaluations_the_interval_is_a_band():
 
 def test_a_mean_is_over_the_steps_that_all_seeds_have_and_of_one_seed_has_no_interval():
     axes = Figure().add_subplot()
-    draw_means(
-        axes, {"vanilla": {0: ((1, 2, 3), (1.0, 2.0, 3.0)), 1: ((1, 3), (3.0, 5.0))}, "KV-shift": {0: ((1,), (7,))}}
-    )
+    seeds = {0: ((1, 2, 3), (1.0, 2.0, 3.0)), 1: ((1, 3), (3.0, 5.0)), 2: ((1, 3), (2.0, 4.0))}
+    draw_means(axes, {"vanilla": seeds, "KV-shift": {0: ((1,), (7,))}})
     mean, one = axes.containers[0][0], next(line for line in axes.lines if line.get_label() == "KV-shift")
     assert (list(mean.get_ydata()), list(one.get_ydata())) == ([2.0, 4.0], [7])
     assert len(axes.containers) == 1
+
+
+def test_two_seeds_are_drawn_themselves():
+    axes = Figure().add_subplot()
+    draw_means(axes, {"vanilla": {0: ((1, 2), (1.0, 2.0)), 1: ((1, 2), (3.0, 5.0))}})
+    assert not axes.containers
+    assert not axes.collections
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 2.0], [3.0, 5.0], [2.0, 3.5]]
+
+
+def test_an_interval_is_cut_at_the_values_that_are_possible():
+    axes = Figure().add_subplot()
+    curves = {seed: (range(7), [seed / 2] * 7) for seed in range(3)}
+    assert t_interval([0, 0.5, 1])[1] > 1
+    draw_means(axes, {"vanilla": curves}, limits=(0, 1))
+    ends = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (min(ends), max(ends)) == (0, 1)
 
 
 def test_the_difference_is_the_first_minus_the_other():
@@ -93,9 +109,9 @@ def test_the_difference_is_the_first_minus_the_other():
 
 
 def test_each_of_several_variants_has_its_difference(tmp_path):
-    folders = [folder for seed in range(2) for folder in write_pair(tmp_path, seed=seed, gain=0.1 + 0.01 * seed)]
+    folders = [folder for seed in range(3) for folder in write_pair(tmp_path, seed=seed, gain=0.1 + 0.01 * seed)]
     others = [
-        write_run(tmp_path / f"seed-{s}" / "smear", seed=s, variant="smear", gain=0.05 - 0.02 * s) for s in range(2)
+        write_run(tmp_path / f"seed-{s}" / "smear", seed=s, variant="smear", gain=0.05 - 0.02 * s) for s in range(3)
     ]
     figure = plot_curves([*folders, *others])
     colors = colors_of(["vanilla", "KV-shift", "smear"])

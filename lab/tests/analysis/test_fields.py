@@ -24,7 +24,10 @@ def test_panels_show_levels_streams_and_induction():
     (contour,) = [drawn for drawn in with_levels.collections if hasattr(drawn, "levels")]
     assert contour.levels.tolist() == pytest.approx([1.25, 1.3, 1.35, 1.4, 1.45, 1.5])
     assert not with_levels.texts
-    for axes, text in ((exact_102, "no level in\n4.61 to 4.63"), (script_100, "no level in\n99.97 to 99.99")):
+    for axes, text in (
+        (exact_102, "loss 4.61 to 4.63,\nwithin one contour interval"),
+        (script_100, "loss 99.97 to 99.99,\nwithin one contour interval"),
+    ):
         assert not any(hasattr(drawn, "levels") for drawn in axes.collections)
         assert [label.get_text() for label in axes.texts] == [text]
     (induction,) = with_levels.lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -62,16 +63,23 @@ def draw_curves(axes: Axes, curves: Curves) -> None:
     count_steps(axes)
 
 
-def draw_means(axes: Axes, curves: Curves) -> None:
+def draw_means(axes: Axes, curves: Curves, *, limits: tuple[float, float] = (-math.inf, math.inf)) -> None:
     """Draw the mean over seeds of each model's curves with its 95 % interval: a band, or bars for at most 6 steps.
 
-    The mean is drawn at the steps that all seeds have in common. A single seed has no interval. The bars of different
-    models are drawn side by side.
+    The mean is drawn at the steps that all seeds have in common. Two seeds are drawn as thin lines, because their
+    interval is far wider than what they show. The bars of different models are drawn side by side.
+
+    Args:
+        axes: The axes of matplotlib.
+        curves: Values by model; see `Curves`.
+        limits: The least and the largest possible value, at which intervals are cut.
     """
     styles = _styles(list(curves))
     for at, (label, seeds) in enumerate(curves.items()):
         steps, means = _mean(seeds)
-        ends = [t_interval(values) for values in _columns(seeds).values()] if len(seeds) > 1 else []
+        ends = [_interval(values, limits) for values in _columns(seeds).values()] if len(seeds) > 2 else []
+        for points in seeds.values() if len(seeds) == 2 else ():
+            axes.plot(*points, color=styles[label]["color"], alpha=0.6, linewidth=0.7)
         how = {"markersize": 4, "label": label if steps else "", **styles[label]}
         if ends and len(steps) <= _FEW:
             apart = 0.05 * (at - (len(curves) - 1) / 2) * (steps[-1] - steps[0]) / max(1, len(steps) - 1)
@@ -87,11 +95,11 @@ def draw_means(axes: Axes, curves: Curves) -> None:
     count_steps(axes)
 
 
-def draw_faint(axes: Axes, curves: Curves) -> None:
-    """Draw the mean over seeds of each model's curves, such as training losses, as a pale line without a label."""
+def draw_dotted(axes: Axes, curves: Curves) -> None:
+    """Draw the mean over seeds of each model's curves, such as training losses, as a dotted line without a label."""
     styles = _styles(list(curves))
     for label, seeds in curves.items():
-        axes.plot(*_mean(seeds), color=styles[label]["color"], alpha=0.25, linewidth=0.8)
+        axes.plot(*_mean(seeds), color=styles[label]["color"], linestyle=":", linewidth=1.2)
 
 
 def curve_difference(curve: Seeds, other: Seeds) -> Seeds:
@@ -102,6 +110,11 @@ def curve_difference(curve: Seeds, other: Seeds) -> Seeds:
         pairs = [(step, value - theirs[step]) for step, value in zip(*points, strict=True) if step in theirs]
         found[seed] = ([step for step, _ in pairs], [value for _, value in pairs])
     return found
+
+
+def _interval(values: Sequence[float], limits: tuple[float, float]) -> tuple[float, float]:
+    low, high = t_interval(values)
+    return max(low, limits[0]), min(high, limits[1])
 
 
 def _columns(seeds: Seeds) -> dict[float, list[float]]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvshift_lab.analysis.accuracy import curve_difference, draw_faint, draw_means
+from kvshift_lab.analysis.accuracy import curve_difference, draw_dotted, draw_means
 from kvshift_lab.analysis.colors import colors_of
 from kvshift_lab.analysis.maps import map_coefficients
-from kvshift_lab.analysis.panels import INTERVALS, count_steps, integer_ticks, legend_below, new_figure
+from kvshift_lab.analysis.panels import INTERVALS, TWO_SEEDS, count_steps, integer_ticks, legend_below, new_figure
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.run.finished import Run, read_run
 from kvshift_lab.run.folder import read_metrics
@@ -35,20 +35,20 @@ PROBE_PANELS = {
 def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure:
     """Draw loss over tokens of finished runs, and differences to the baseline if all variants have its seeds.
 
-    Each line is a mean over seeds, and its band the 95 % interval of that mean; pale lines are training losses.
+    Each line is a mean over seeds, and its band the 95 % interval of that mean; dotted lines are training losses.
     """
     by_name = _runs_by_name(folders)
     others = {name: seeds for name, seeds in by_name.items() if name != baseline}
     paired = baseline in by_name and others and all(s.keys() == by_name[baseline].keys() for s in others.values())
 
     differs = f"{next(iter(others))} minus {baseline}" if len(others) == 1 else f"minus {baseline}"
-    titles = ["Validation loss (pale: training loss)", f"Validation loss, {differs}"] if paired else ["Loss"]
+    titles = ["Validation loss (dotted: training loss)", f"Validation loss, {differs}"] if paired else ["Loss"]
     figure, (losses, *rest) = new_figure(titles, ylabels=["loss (nats per token)", "difference (nats per token)"])
     training, validation = (_series(by_name, kind, "loss") for kind in ("train", "eval"))
     draw_means(losses, validation)
-    low, high = losses.get_ylim()  # show all evaluations; early training losses may be outside
-    draw_faint(losses, training)
-    losses.set_ylim(low, high)
+    _, high = losses.get_ylim()  # show all evaluations; early training losses may be outside
+    draw_dotted(losses, training)
+    losses.set_ylim(top=high)
     for axes in rest:
         draw_means(axes, {name: curve_difference(validation[name], validation[baseline]) for name in others})
         axes.axhline(0, color="black", linewidth=0.8)
@@ -101,7 +101,8 @@ def _finish(figure: Figure, by_name: Mapping[str, Mapping[int, Run]]) -> None:
         axes.set_xlabel("training tokens")
         integer_ticks(axes.xaxis)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    legend_below(figure, INTERVALS if any(len(seeds) > 1 for seeds in by_name.values()) else None)
+    most = max(map(len, by_name.values()))
+    legend_below(figure, INTERVALS if most > 2 else TWO_SEEDS if most == 2 else None)
 
 
 def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:

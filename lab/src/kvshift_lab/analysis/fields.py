@@ -29,7 +29,7 @@ def draw_fields(rows: Mapping[str, Mapping[str, Field]]) -> Figure:
 def draw_field(axes: Axes, field: Field) -> None:
     """Draw contour lines of the loss at `LEVELS` and streamlines of descent; a dot marks induction.
 
-    If no level lies within the range of the loss, the range is written into the panel: the field is not flat.
+    If the loss crosses no level, its range is written into the panel: the field is not flat.
     """
     steps = field.alpha1_step, field.beta1_step
     axes.streamplot(field.alpha1, field.beta1, *steps, color=BLUE, linewidth=0.7, density=0.8)
@@ -38,7 +38,8 @@ def draw_field(axes: Axes, field: Field) -> None:
     if crossed:
         axes.contour(field.alpha1, field.beta1, field.loss, levels=crossed, colors="black", linewidths=0.6)
     else:
-        axes.text(0.5, 0.5, f"no level in\n{low:.2f} to {high:.2f}", ha="center", va="center").set_bbox(
+        text = f"loss {low:.2f} to {high:.2f},\nwithin one contour interval"
+        axes.text(0.5, 0.5, text, ha="center", va="center", fontsize="small").set_bbox(
             {"facecolor": "white", "edgecolor": "none", "alpha": 0.85}
         )
     axes.plot(0, 1, "o", color=VERMILLION, markersize=7, clip_on=False, zorder=5)

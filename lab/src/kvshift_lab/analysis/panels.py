@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # takes a second to import
 
 LOSS = "validation loss\n(nats per token)"
 INTERVALS = "means over seeds; bands and bars are 95 % intervals"
+TWO_SEEDS = "means over two seeds; thin lines are the seeds"
 
 _WIDTH = 9.0  # width of all figures, in inches
 

@@ -355,7 +355,7 @@ def plot(records: Sequence[Record]) -> Figure:
     for (layers, start), copying, gaining in zip(places, panels[::2], panels[1::2], strict=True):
         pairs = runs.pairs(layers, start)
         curves = {"KV-shift": _curves([pair[0] for pair in pairs]), "vanilla": _curves([pair[1] for pair in pairs])}
-        draw_means(copying, curves)
+        draw_means(copying, curves, limits=(0, 1))
         draw_chance(copying, LEVEL, f"{LEVEL:g}, from which a model counts as copying")
         draw_means(gaining, {name: _gain_curves(pairs, loss) for name, loss in _LOSSES.items()})
         gaining.axhline(0, color="#777777", linewidth=0.8)

@@ -5,6 +5,7 @@ The setting and the level were found by the search of the archived recipe `phase
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -175,7 +176,7 @@ def mean_text(gains: Sequence[float]) -> str:
 
 
 def draw_onset(axes: Axes, onset: InductionOnset, arms: Mapping[Arm, str], name: str) -> None:
-    """Draw a curve of some arms over tokens, with an upright line where an arm begins to copy.
+    """Draw a curve of some arms over tokens, with a vertical line where an arm begins to copy.
 
     Args:
         axes: where to draw.
@@ -191,7 +192,7 @@ def draw_onset(axes: Axes, onset: InductionOnset, arms: Mapping[Arm, str], name:
             curves[label] = {
                 seed: ([step * tokens / 1e6 for step in steps], values) for seed, (steps, values) in by_seed.items()
             }
-    draw_means(axes, curves)
+    draw_means(axes, curves, limits=(0, 1) if name == "prefix_matching" else (0, math.inf))
     axes.set_xlabel("million training tokens")
     lines = {line.get_label(): line for line in axes.get_lines()}
     for arm, label in arms.items():
@@ -201,19 +202,20 @@ def draw_onset(axes: Axes, onset: InductionOnset, arms: Mapping[Arm, str], name:
 
 
 def draw_copying_level(axes: Axes) -> None:
-    """Draw `LEVEL` in a panel of prefix matching, and explain the upright lines of `draw_onset` in the legend."""
-    draw_chance(axes, LEVEL, f"{LEVEL:g}, from which a model is said to copy; upright lines: when")
+    """Draw `LEVEL` in a panel of prefix matching, and explain the vertical lines of `draw_onset` in the legend."""
+    draw_chance(axes, LEVEL, f"prefix matching of {LEVEL:g}; vertical line: where it is passed (geometric mean)")
 
 
 def plot_onset(arms: Sequence[Arm], records: Sequence[Record]) -> Figure:
     """Plot prefix matching, and the loss on pairs of tokens seen before and on all targets, over tokens."""
     onset = InductionOnset(records)
     titles = {
-        "prefix_matching": "Prefix matching of the best head",
-        "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
-        "loss": "Loss of all targets",
+        "prefix_matching": "Prefix matching, best head",
+        "loss_pair_seen": "Loss, pair seen before",
+        "loss": "Loss, all targets",
     }
-    figure, panels = new_figure([*titles.values()], ylabels=["attention", *["nats per token"] * 2])
+    figure, panels = new_figure([*titles.values()], ylabels=["prefix matching", "nats per token", ""])
+    panels[2].sharey(panels[1])
     for axes, name in zip(panels, titles, strict=True):
         draw_onset(axes, onset, {arm: arm.label for arm in arms}, name)
     draw_copying_level(panels[0])

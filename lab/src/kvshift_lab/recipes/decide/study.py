@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from kvshift_lab.analysis.panels import INTERVALS, legend_below, new_figure
+from kvshift_lab.analysis.panels import INTERVALS, TWO_SEEDS, legend_below, new_figure
 from kvshift_lab.core.statistics import difference_interval
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.recipes.decide import ENTRY
@@ -154,27 +154,37 @@ def _same_side(onset: InductionOnset, layers: int) -> Claim:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Plot prefix matching and the losses by kind of target over tokens, in a row for each depth."""
+    """Plot prefix matching and the losses by kind of target over tokens, in a row for each depth.
+
+    All panels of prefix matching have one vertical axis, and so have all panels of losses.
+    """
     onset = InductionOnset(records)
     names = {
-        "prefix_matching": "prefix matching",
-        "loss_pair_seen": "loss, pair seen before",
-        "loss_token_seen": "loss, first token seen",
-        "loss_neither": "loss, first token new",
+        "prefix_matching": "Prefix matching",
+        "loss_pair_seen": "Loss, pair seen before",
+        "loss_token_seen": "Loss, first token seen",
+        "loss_neither": "Loss, first token new",
     }
-    titles = [f"{layers_text(layers)}: {text}" for layers in onset.depths for text in names.values()]
-    labels = ["attention", *["nats per token"] * 3] * len(onset.depths)
-    figure, panels = new_figure(titles, ylabels=labels, columns=len(names), height=2.2)
+    titles = [*names.values(), *[""] * (len(names) * (len(onset.depths) - 1))]
+    labels = [
+        label
+        for layers in onset.depths
+        for label in (f"{layers_text(layers)}\nprefix matching", "nats per token", "", "")
+    ]
+    figure, panels = new_figure(titles, ylabels=labels, columns=len(names), height=2.1)
     for row, layers in enumerate(onset.depths):
         shifted, vanilla = pair(layers=layers)
         for column, name in enumerate(names):
             axes = panels[row * len(names) + column]
-            if row > 0:
-                axes.sharey(panels[column])
+            if row > 0 or column > 1:
+                axes.sharey(panels[min(column, 1)])
             draw_onset(axes, onset, {shifted: "KV-shift", vanilla: "vanilla"}, name)
+            if layers != onset.depths[-1]:
+                axes.set_xlabel("")
     for axes in panels[:: len(names)]:
         draw_copying_level(axes)
-    legend_below(figure, f"{INTERVALS}; losses of positions from 64 on")
+    seeds = len({record.seed for record in records})
+    legend_below(figure, f"{TWO_SEEDS if seeds == 2 else INTERVALS}; losses of positions from 64 on")
     return figure
 
 

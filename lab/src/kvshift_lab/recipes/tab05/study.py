@@ -117,11 +117,15 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Plot over training the share of heads on the diagonal, of negative coefficients, and how far sums are from 1."""
+    """Plot over training the share of heads on the diagonal, of negative coefficients, and how far sums are from 1.
+
+    Seeds may have equal shares: their curves are drawn beside each other.
+    """
     titles = ["Keys and values lean the same way", "Negative coefficients"]
     titles += [f"Distance of ${sign}_1 + {sign}_2$ from 1" for sign in "αβ"]
     labels = ["share of KV heads", "share of coefficients", *["mean over KV heads"] * 2]
     figure, panels = new_figure(titles, ylabels=labels)
+    apart = records[0].options["steps"] / 40
     shown: list[Callable[[Record], Sequence[float]]] = [_on_diagonal, _negative]
     shown += [lambda run, name=name: accuracy_curve(run, name)[1] for name in _SUMS]
     for axes, values in zip(panels, shown, strict=True):
@@ -129,8 +133,8 @@ def plot(records: Sequence[Record]) -> Figure:
             axes,
             {
                 arm.label: {
-                    seed: (accuracy_curve(run, "loss")[0], values(run))
-                    for seed, run in seeds.items()
+                    seed: ([step + apart * at for step in accuracy_curve(run, "loss")[0]], values(run))
+                    for at, (seed, run) in enumerate(seeds.items())
                     if not has_diverged(run)
                 }
                 for arm, seeds in by_arm(records).items()
@@ -139,7 +143,7 @@ def plot(records: Sequence[Record]) -> Figure:
     for axes in panels[:2]:
         axes.set_ylim(-0.02, 1.02)
     draw_chance(panels[0], 0.5, "half of the heads")
-    legend_below(figure)
+    legend_below(figure, "one line for each seed, drawn side by side")
     return figure
 
 

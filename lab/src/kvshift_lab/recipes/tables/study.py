@@ -170,16 +170,18 @@ def _millions(record: Record) -> str:
 
 
 def _plot(methods: Sequence[str], records: Sequence[Record]) -> Figure:
-    """Plot the final loss of each seed and their mean, by grid point and method."""
+    """Plot the final loss of each seed and their mean with its interval, by grid point and method."""
     points = grid_points_of(records)
-    figure, (axes,) = new_figure(["Loss of each seed, and the mean"], ylabels=[LOSS], height=3.4)
+    figure, (axes,) = new_figure(
+        ["Loss of each seed (dots), and their mean with its 95 % interval"], ylabels=[LOSS], height=3.4
+    )
     losses = {
         variant_label(key): [
             [loss for loss in last_losses(records, key, point).values() if loss is not None] for point in points
         ]
         for key in methods
     }
-    draw_groups(axes, [grid_point_label(point) for point in points], losses)
+    draw_groups(axes, [grid_point_label(point) for point in points], losses, interval=True)
     legend_below(figure)
     return figure
 
