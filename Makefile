@@ -47,10 +47,14 @@ test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp
 	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/ops/triton/test_compiled.py $(ARGS)
 
+.PHONY: test-install
+test-install: build/torch/stamp  ## Run every command in an environment with exactly what its page says to install
+	@OMP_NUM_THREADS=1 build/torch/bin/python lab/tests/environments.py build/environments
+
 # PEFT, accelerate, TRL and lm-eval come after the check of what is installed without them; with NEIGHBOURS=newest also in
 # versions that pyproject.toml does not allow yet.
 .PHONY: test-newest
-test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install . ./lab` installs, then with the newest of other packages
+test-newest: .venv-newest/stamp .venv-oldest/stamp test-install  ## Run a short check on what `pip install . ./lab` installs, then with the newest of other packages
 	@.venv-newest/bin/python -P lab/tests/installed.py $(abspath .venv-oldest/bin/python)
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check '.[trl]' './lab[eval]' $(if $(filter newest,$(NEIGHBOURS)),&& \
 		.venv-newest/bin/python -m pip install -qq --disable-pip-version-check --upgrade accelerate lm-eval peft trl)
@@ -109,6 +113,14 @@ format: .venv/stamp  ## Format the code and apply the safe lint fixes
 .PHONY: notebooks
 notebooks: .venv/stamp  ## Make the notebooks in examples/notebooks/ from the scripts beside them
 	@.venv/bin/python examples/notebooks/make.py
+
+# What pyproject.toml names has changed, lab/pyproject.toml names what it was.
+repository_of = $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"$$|\1|p' $(1))
+
+.PHONY: address
+address:  ## Write the address of the repository in pyproject.toml into every other file that names it
+	@old='$(call repository_of,lab/pyproject.toml)' new='$(call repository_of,pyproject.toml)'; \
+		git grep --cached -lF "github.com/$$old" | xargs sed -i "s|github\.com/$$old|github.com/$$new|g"
 
 .PHONY: results
 results: .venv/stamp  ## Make docs/results.md and all figures from results/
@@ -203,6 +215,12 @@ build/peers/stamp: constraints.txt
 		tar -xzf $(@D)/$$name-*.tar.gz -C $(@D)/$${name}_tests --strip-components=2 --no-wildcards-match-slash --wildcards '*/tests'; \
 	done
 	@touch $(@D)/transformers_tests/__init__.py $@
+
+# torch alone, of the tested version: its other builds are gigabytes of CUDA.
+build/torch/stamp: constraints.txt
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' $<)"
+	@touch $@
 
 # What a user gets today, without the constraints, except for torch, whose other builds are gigabytes of CUDA.
 # With TRANSFORMERS=newest also a transformers that pyproject.toml does not allow yet.

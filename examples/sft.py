@@ -8,12 +8,7 @@ import argparse
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("out", metavar="OUT", help="folder of the result")
-parser.add_argument(
-    "model",
-    metavar="MODEL",
-    nargs="?",
-    help="a folder or a name on the hub; without: a randomly initialised tiny Llama",
-)
+parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder or a name on the hub; without: a tiny Llama")
 args = parser.parse_args()  # before the imports below, which take seconds
 
 import warnings
@@ -22,7 +17,7 @@ import datasets
 import torch
 import transformers
 from peft import LoraConfig
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -32,55 +27,29 @@ warnings.simplefilter("ignore", FutureWarning)  # TRL uses names of transformers
 datasets.disable_progress_bars()
 transformers.utils.logging.disable_progress_bar()
 
-examples = [
-    {"prompt": f"What is {a} plus {b}?", "completion": f" {a} plus {b} is {a + b}."}
-    for a in range(12)
-    for b in range(12)
-]
+sums = [(a, b) for a in range(12) for b in range(12)]
+examples = [{"prompt": f"What is {a} plus {b}?", "completion": f" {a} plus {b} is {a + b}."} for a, b in sums]
 if args.model:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
-else:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    bpe.train_from_iterator(
-        (example["prompt"] + example["completion"] for example in examples),
-        trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], show_progress=False),
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<|end|>", eos_token="<|end|>")
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=172,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+else:  # randomly initialised, with a token for each byte
+    letters = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    encoding = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    encoding.pre_tokenizer, encoding.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=encoding, bos_token="<|end|>", eos_token="<|end|>")
+    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, **sizes))
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 add_kv_shift(model)  # before PEFT wraps the model
 
-trainer = SFTTrainer(
-    model,
-    SFTConfig(
-        output_dir=f"{args.out}/checkpoints",
-        packing=True,  # neither shift nor attention crosses from one conversation to the next
-        max_length=128,
-        per_device_train_batch_size=2,
-        max_steps=20,
-        bf16=torch.cuda.is_available(),
-        dataloader_pin_memory=torch.cuda.is_available(),
-        learning_rate=1e-3,
-        logging_steps=5,
-        disable_tqdm=True,
-        save_strategy="no",
-        report_to="none",
-    ),
-    train_dataset=datasets.Dataset.from_list(examples),
-    processing_class=tokenizer,
-    peft_config=LoraConfig(r=8, target_modules="all-linear", modules_to_save=["shift"]),  # all coefficients
-)
+gpu = torch.cuda.is_available()
+options = SFTConfig(
+    f"{args.out}/checkpoints", max_length=128, per_device_train_batch_size=2, max_steps=20, learning_rate=1e-3,
+    packing=True,  # neither shift nor attention crosses from one conversation to the next
+    bf16=gpu, dataloader_pin_memory=gpu, logging_steps=5, disable_tqdm=True, save_strategy="no", report_to="none",
+)  # fmt: skip
+lora = LoraConfig(r=8, target_modules="all-linear", modules_to_save=["shift"])  # all coefficients, beside LoRA
+data = datasets.Dataset.from_list(examples)
+trainer = SFTTrainer(model, options, train_dataset=data, processing_class=tokenizer, peft_config=lora)
 trainer.train()
 out = f"{args.out}/model"
 trainer.model.merge_and_unload().save_pretrained(out)  # merges LoRA into the projections that the shift wraps

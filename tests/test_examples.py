@@ -44,6 +44,28 @@ def test_without_arguments_an_example_prints_how_to_call_it(name, monkeypatch, c
     assert f"python examples/{name} " in printed[1].out
 
 
+def test_examples_are_short():
+    files = [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("titan_*/*.py")]
+    assert len(files) == 6
+    assert {path.name: count for path in files if (count := len(path.read_text().splitlines())) >= 60} == {}
+
+
+@pytest.mark.slow
+def test_trainer_makes_a_model_that_copies(tmp_path):
+    run = run_example("trainer.py", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "11 5 42 7 30 11 continues with 5 42 7 30"
+
+
+@pytest.mark.slow
+def test_an_adapter_is_loaded_again(tmp_path):
+    pytest.importorskip("peft")
+    run = run_example("lora.py", str(tmp_path), "--steps", "2")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == f"saved in {tmp_path}, and loaded again with the same outputs"
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_fine_tuning_says_nothing_but_its_losses(tmp_path):
     pytest.importorskip("trl")

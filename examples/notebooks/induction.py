@@ -14,10 +14,14 @@
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
-if importlib.util.find_spec("kvshift_lab") is None:  # for example in Colab; takes some minutes
+if importlib.util.find_spec("kvshift_lab") is None:  # takes some minutes
     source = "git+https://github.com/kvshift/kvshift"
     packages = [f"kvshift @ {source}", f"kvshift-lab @ {source}#subdirectory=lab"]
+    clone = Path("../..").resolve()  # Jupyter starts a notebook in its folder
+    if (clone / "lab/pyproject.toml").is_file():
+        packages = [str(clone), str(clone / "lab")]
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
 # %%

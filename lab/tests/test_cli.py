@@ -126,6 +126,14 @@ def test_bad_paths_and_options_are_said_before_torch_is_imported(tmp_path):
         "eval {0} {0}/notes.xyz": f"texts: .*{no_format}",
         "retrofit {0}/model {0}": not_empty,
         "export {0}/model {0}": not_empty,
+        "export {0}/none {0}/new": "model: there is no folder .*/none",
+        "retrofit {0}/none {0}/new": "model: there is no folder .*/none",
+        "generate {0}/none --prompt a": "model: there is no folder .*/none",
+        "check {0}/none": "model: there is no folder .*/none",
+        "analyze {0}/none": "model: there is no folder .*/none",
+        "explore {0}/none --out {0}/new": "model: there is no folder .*/none",
+        "eval {0}/none --tasks arc_easy --data {0}": "model: there is no folder .*/none",
+        "reproduce fig1a": "there is no recipe 'fig1a'; did you mean fig01a",
     }
     (tmp_path / "notes.xyz").write_text("to be")
     ends = in_a_process(f"""
@@ -147,11 +155,12 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"{kvshift.__version__}\n"
 
 
-def test_an_unknown_command_is_named_beside_those_there_are(capsys):
+def test_an_unknown_command_is_named_beside_the_one_that_was_meant(capsys):
     assert cli.main(["trian"]) == 2
-    said = capsys.readouterr().err
+    assert capsys.readouterr().err == "kvshift: there is no command 'trian'; did you mean train?\n"
+    assert cli.main(["bench"]) == 2
     there = "compare, train, generate, eval, reproduce, analyze, explore, check, retrofit"
-    assert said == f"kvshift: there is no command 'trian'; the commands are {there}, export\n"
+    assert capsys.readouterr().err == f"kvshift: there is no command 'bench'; known: {there}, export\n"
 
 
 def test_options_reach_the_function(command, capsys):

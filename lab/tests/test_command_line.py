@@ -145,3 +145,25 @@ def test_a_long_help_lists_the_most_used_options_and_help_all_begins_with_them(n
 @pytest.mark.parametrize("name", [name for name, command in cli._COMMANDS.items() if not command.first])
 def test_a_short_help_is_the_same_either_way(name):
     assert help_of(name, "--help") == help_of(name, "--help-all")
+
+
+def test_an_abbreviation_is_answered_by_the_option_that_was_meant(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "--out", "new", "--lr", "1e-3", "--layers=3", "--no-progress", "--optimizer.lr", "1e-3"])
+    assert stopped.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvshift train: ")]
+    assert lines == [
+        "kvshift train: --lr is not an option; did you mean --optimizer.learning-rate?",
+        "kvshift train: --layers is not an option; did you mean --model.num-hidden-layers?",
+        "kvshift train: --optimizer.lr is not an option; did you mean --optimizer.learning-rate?",
+    ]
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_colors_are_left_out_where_the_user_says_so(no_color, monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    with pytest.raises(SystemExit):
+        read(Paint, ["--help"])
+    assert ("\x1b[" in capsys.readouterr().out) == (no_color == "")

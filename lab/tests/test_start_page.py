@@ -28,7 +28,8 @@ def test_every_command_and_block_of_the_start_page_runs(tmp_path: Path):
     text = (ROOT / "docs/start.md").read_text(encoding="utf-8")
     found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert len(found) == text.count("```") // 2
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name in ("docs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     python: list[str] = []
     for language, block in found:
@@ -40,6 +41,8 @@ def test_every_command_and_block_of_the_start_page_runs(tmp_path: Path):
             arguments = shlex.split(command.replace("--steps 100", "--steps 10"))  # only that they run matters
             run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
             assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
+            if command.startswith("kvshift generate docs/induction/with"):
+                assert run.stdout == "k d r a b m t e a b m t e a\n"
             if command.startswith("kvshift check"):
                 verdicts = re.findall(r"^[\w:, ]+?  +(right|wrong|cannot)\b", run.stdout, re.MULTILINE)
                 assert len(verdicts) > 20

@@ -141,7 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(kvshift.__version__)
         return 0
     if name not in _COMMANDS:
-        print(f"kvshift: there is no command {name!r}; the commands are {', '.join(_COMMANDS)}", file=sys.stderr)
+        from kvshift_lab.core.errors import nearest
+
+        print(f"kvshift: there is no command {name!r}; {nearest(name, _COMMANDS)}", file=sys.stderr)
         return 2
     try:
         return _run(name, rest)

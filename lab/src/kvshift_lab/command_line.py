@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
@@ -53,7 +55,32 @@ def read(
             known = [each for each in known if each.name in first or each.is_positional]
         options, args, default = _help_class(options, known, first), ["--help"], None
     given = {} if default is None else {"default": default}
-    return tyro.cli(options, args=args, prog=prog, description=description, **given)
+    if os.environ.get("NO_COLOR"):
+        os.environ["TERM"] = "dumb"  # tyro prints no colors there, but does not read NO_COLOR
+    try:
+        return tyro.cli(options, args=args, prog=prog, description=description, **given)
+    except SystemExit as stopped:
+        if stopped.code == 2 and not asked:
+            for line in hints(args, [option.name for option in list_options(options, default)]):
+                print(f"{prog}: {line}", file=sys.stderr)
+        raise
+
+
+def hints(args: Sequence[str], known: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each unknown option of a command line that abbreviates a known one: --lr, --layers.
+
+    An option is abbreviated by words of its last part, or by their initials; tyro suggests what is spelled alike.
+    """
+    options = {f"--{name.replace('_', '-')}" for name in known}
+    for given in (arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")):
+        if given in options or given.replace("--no-", "--").replace(".no-", ".") in options:
+            continue
+        words = given.removeprefix("--").rpartition(".")[2].split("-")
+        parts = {option: option.removeprefix("--").rpartition(".")[2].split("-") for option in sorted(options)}
+        initials = [option for option, found in parts.items() if words == ["".join(part[:1] for part in found)]]
+        likely = initials or [option for option, found in parts.items() if set(words) <= set(found)]
+        if likely:
+            yield f"{given} is not an option; did you mean {' or '.join(likely)}?"
 
 
 @dataclass(frozen=True)

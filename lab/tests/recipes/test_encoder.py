@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.config import SHARED_DATA_ENV
 from kvshift_lab.recipes.encoder import study as encoder
-from kvshift_lab.study.jobs import with_available_text
+from kvshift_lab.study.jobs import on_bundled_text, require_text
 from kvshift_lab.study.recipe import Record
 from kvshift_lab.variants.building import build_model, count_parameters, describe
 
@@ -57,12 +58,14 @@ def test_a_loss_of_every_seed_fails_and_no_difference_is_not_shown() -> None:
     assert claims[1].direction == "not shown"
 
 
-def test_where_no_folder_of_text_is_named_the_records_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_must_be_there_unless_the_bundled_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = RECIPE.jobs("laptop", [0])
     monkeypatch.delenv(SHARED_DATA_ENV, raising=False)
-    asked = RECIPE.jobs("laptop", [0])
-    made: list[Any] = with_available_text(asked)
-    tasks = [job.config.task for job in made]
+    with pytest.raises(LabError, match=r"must name the folder that contains wiki2014-en/train-00.jsonl.xz; it is not"):
+        require_text(jobs)
+    bundled: list[Any] = on_bundled_text(jobs)
+    tasks = [job.config.task for job in bundled]
     assert [(task.corpus, task.validation) for task in tasks] == [("tinyshakespeare", None)] * 4
-    assert with_available_text(RECIPE.jobs("smoke", [0])) == RECIPE.jobs("smoke", [0])
-    monkeypatch.setenv(SHARED_DATA_ENV, "folder")
-    assert with_available_text(asked) == asked
+    require_text(bundled)
+    require_text(RECIPE.jobs("smoke", [0]))
+    assert on_bundled_text(RECIPE.jobs("smoke", [0])) == RECIPE.jobs("smoke", [0])

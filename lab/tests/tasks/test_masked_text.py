@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvshift_lab.core.errors import LabError
 from kvshift_lab.tasks import MaskedTextConfig, MaskedTextTask, TaskBatches, WholeTask
 from kvshift_lab.tasks.batch import IGNORED
 
@@ -66,4 +67,5 @@ def test_files_lie_in_the_folder_that_is_named(tmp_path: Path, monkeypatch: pyte
     found = MaskedTextTask(config)
     assert found.vocab_size <= 301
     monkeypatch.delenv("KVSHIFT_SHARED_DATA")
-    assert MaskedTextTask(config)._train.num_rows > found._train.num_rows  # the bundled corpus, as in other tests
+    with pytest.raises(LabError, match="KVSHIFT_SHARED_DATA must name the folder that contains wiki/train"):
+        MaskedTextTask(config)

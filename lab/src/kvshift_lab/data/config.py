@@ -87,7 +87,8 @@ def find_shared(name: str | None) -> str | None:
     if not folder or not list(Path(folder).glob(name)):
         was = f"{folder!r}, which does not" if folder else "not set"
         raise LabError(
-            f"the environment variable {SHARED_DATA_ENV} must name the folder that contains {name}; it is {was}"
+            f"the environment variable {SHARED_DATA_ENV} must name the folder that contains {name}; it is {was} "
+            "(`python -m kvshift_lab.data.wikipedia --help` says how to build it)"
         )
     return str(Path(folder) / name)
 

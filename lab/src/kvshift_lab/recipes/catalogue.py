@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 import kvshift_lab.recipes
-from kvshift_lab.core.errors import LabError
+from kvshift_lab.core.errors import LabError, nearest
 from kvshift_lab.study.entry import Entry
 from kvshift_lab.study.notes import read_notes
 
@@ -78,7 +78,7 @@ CATALOGUE: Mapping[str, Entry] = {name: entry for name, (_, entry) in _FOLDERS.i
 def find_recipe(name: str) -> Recipe:
     """Return the recipe of that name; its own notes precede those that it shares with other recipes."""
     if name not in CATALOGUE:
-        raise LabError(f"recipe must be one of {', '.join(CATALOGUE)}, got {name!r}")
+        raise LabError(f"there is no recipe {name!r}; {nearest(name, CATALOGUE)}")
     folder = _FOLDERS[name][0]
     study = import_module(f"kvshift_lab.recipes.{folder}.study")
     recipe = study.RECIPE if hasattr(study, "RECIPE") else study.RECIPES[name]

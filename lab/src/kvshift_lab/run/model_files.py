@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshift_lab.core.errors import LabError
+from kvshift_lab.core.messages import quiet
 from kvshift_lab.data.hub import is_hub_name, require_on_hub
 from kvshift_lab.run.checkpoints import is_complete, list_checkpoints
 
@@ -24,6 +25,15 @@ def locate(name: str, log: Callable[[str], Any]) -> tuple[str, str]:
         if any((candidate / file).is_file() for file in _TOKENIZER_FILES):
             return str(folder), str(candidate)
     raise LabError(f"model: {folder} has no tokenizer, and {folder.parent / 'tokenizer'} has none either")
+
+
+def require_models(*names: str) -> None:
+    """Raise a LabError unless each is a run folder or model folder with a complete model, or a model on the hub."""
+    for name in names:
+        if is_hub_name(name):
+            require_on_hub(name, "model")
+        else:
+            model_folder(name, quiet)
 
 
 def model_folder(name: str | Path, log: Callable[[str], Any]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from kvshift_lab.core.atomic import read_json, write_json
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.errors import DivergedError, LabError
 from kvshift_lab.core.options import OptionTrait, option_names, to_json
-from kvshift_lab.data.config import SHARED_DATA_ENV, DataConfig, find_shared
+from kvshift_lab.data.config import DataConfig, find_shared
 from kvshift_lab.run.finished import is_finished, read_run
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.inputs import identify_inputs, input_differences
@@ -95,6 +94,10 @@ class RunJob(ABC):
         """Return the same run on the bundled corpus if its text is in files, else the run itself."""
         return self
 
+    def text_files(self) -> tuple[str, ...]:
+        """Return the files that the run reads, by their names in the folder of KVSHIFT_SHARED_DATA."""
+        return ()
+
     def progress(self, out: Path) -> tuple[int, int]:
         """Return the step in the last line of the metrics, and the number of steps."""
         return last_step(RunFolder(out).metrics), self.config.steps
@@ -145,6 +148,10 @@ class TrainingJob(RunJob):
             return self
         task = replace(task, corpus=DataConfig().corpus, validation=None)
         return replace(self, config=replace(self.config, task=task))
+
+    def text_files(self) -> tuple[str, ...]:
+        task = self.config.task
+        return _files(task.corpus, task.validation) if isinstance(task, MaskedTextConfig) else ()
 
     def run(self, out: Path) -> None:
         train_task(replace(self.config, out=out))
@@ -197,7 +204,7 @@ class TextJob(RunJob):
 
     Attributes:
         config: options of the run. A corpus and its validation text are either bundled, or files in the folder that
-            the environment variable `SHARED_DATA_ENV` names. Records name these files in the same way on every machine.
+            the environment variable KVSHIFT_SHARED_DATA names. Records name these files alike on every machine.
     """
 
     config: TrainConfig
@@ -208,6 +215,9 @@ class TextJob(RunJob):
             return self
         data = replace(self.config.data, corpus=DataConfig().corpus, validation=None)
         return replace(self, config=replace(self.config, data=data))
+
+    def text_files(self) -> tuple[str, ...]:
+        return _files(*_text_paths(self.config).values()) if _is_file(self.config) else ()
 
     def run(self, out: Path) -> None:
         train(replace(self._with_local_paths(), out=out), self.callbacks())
@@ -276,11 +286,19 @@ class StudyJob(TextJob):
         }
 
 
-def with_available_text(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs; if the variable `SHARED_DATA_ENV` is not set, the bundled corpus replaces text in files."""
-    if os.environ.get(SHARED_DATA_ENV):
-        return [*jobs]
+def on_bundled_text(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs, with the bundled corpus in place of text in files."""
     return [job.on_bundled_text() if isinstance(job, RunJob) else job for job in jobs]
+
+
+def require_text(jobs: Sequence[Job]) -> None:
+    """Raise a LabError if a job reads a file that is not in the folder that KVSHIFT_SHARED_DATA names."""
+    for name in {name: None for job in jobs if isinstance(job, RunJob) for name in job.text_files()}:
+        find_shared(name)
+
+
+def _files(*names: str | None) -> tuple[str, ...]:
+    return tuple(name for name in names if name is not None and "/" in name)
 
 
 def _is_file(config: TrainConfig) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvshift_lab.analysis.learning import steps_to_level
 from kvshift_lab.analysis.tables import as_markdown
+from kvshift_lab.data.config import DataConfig
 from kvshift_lab.study.claims import Claim
-from kvshift_lab.study.recipe import Recipe, Record, Score, curves_by_label, has_diverged, without_tuning_runs
+from kvshift_lab.study.recipe import Job, Recipe, Record, Score, curves_by_label, has_diverged, without_tuning_runs
 from kvshift_lab.study.tuning import best_rates, by_tuned_arm
 
 SMOKE = "The preset smoke only shows that everything runs: its verdicts mean nothing"
@@ -22,7 +23,42 @@ _ONE, _ONE_EACH, _ALL_EACH = "one for all", "one for each size", "several for ea
 
 def report(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], *, figure: str) -> str:
     """Return the page of one preset of a recipe."""
-    return f"# {heading(recipe, preset)}\n\n{section(recipe, preset, records, claims, figure)}"
+    text = text_read(records, recipe.jobs(preset, [0]))
+    return f"# {heading(recipe, preset)}\n\n{text}{section(recipe, preset, records, claims, figure)}"
+
+
+def text_read(records: Sequence[Record], jobs: Sequence[Job]) -> str:
+    """Return a paragraph that names the text that the runs have read; "" if they have read none.
+
+    Args:
+        records: records of the runs.
+        jobs: the jobs of the recipe, on the text that its notes describe.
+    """
+    times: dict[str, float] = {}
+    for record in records:
+        data, task = record.options.get("data") or {}, record.options.get("task") or {}
+        if corpus := data.get("corpus") or task.get("corpus"):
+            times[corpus] = max(times.get(corpus, 0), _times_read(record))
+    if not times:
+        return ""
+    listed = "; ".join(_text_name(name) + f" (up to {often:.2g} times)" * (often > 0) for name, often in times.items())
+    text = f"The runs have read {listed}."
+    described = {name for job in jobs for name in getattr(job, "text_files", tuple)()}
+    if described and not described & set(times):
+        text = f"**{text} The notes describe other text: {', '.join(map(_text_name, sorted(described)))}.**"
+    return text + "\n\n"
+
+
+def _text_name(corpus: str) -> str:
+    return "Tiny Shakespeare, the bundled text of 1.1 MB" if corpus == DataConfig().corpus else f"`{corpus}`"
+
+
+def _times_read(record: Record) -> float:
+    """Return how often a run reads its training text; 0 if the record does not have the size of the text."""
+    rows, tokens = (record.options.get("data_facts") or {}).get("train_rows"), record.options.get("tokens_per_step")
+    if not rows or not tokens:
+        return 0
+    return record.options["steps"] * tokens / (rows * record.options["data"]["sequence_length"])
 
 
 def heading(recipe: Recipe, preset: str) -> str:

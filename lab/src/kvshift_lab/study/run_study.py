@@ -14,11 +14,10 @@ from tqdm.auto import tqdm
 
 from kvshift_lab.core.errors import FolderInUseError, LabError, RunFailedError
 from kvshift_lab.core.messages import log
-from kvshift_lab.data.config import SHARED_DATA_ENV
 from kvshift_lab.run.finished import is_finished
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.study.entry import Cluster
-from kvshift_lab.study.jobs import with_available_text
+from kvshift_lab.study.jobs import on_bundled_text, require_text
 from kvshift_lab.study.recipe import Job, Recipe, Record
 from kvshift_lab.study.records import RecordStore, record_of, write_records
 from kvshift_lab.study.sweep import sweep
@@ -47,28 +46,32 @@ class StudyExecution:
     isolated: bool = False
 
 
-def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], execution: StudyExecution) -> list[Record]:
+def run_study(
+    recipe: Recipe, preset: str, seeds: Sequence[int], execution: StudyExecution, *, bundled_text: bool = False
+) -> list[Record]:
     """Run the missing runs of a preset, and return the records of all runs, which are written to the recipe's folder.
 
+    Args:
+        recipe: the recipe.
+        preset: one of its presets.
+        seeds: seeds of the reported runs.
+        execution: folders of the study, and how the runs execute.
+        bundled_text: whether runs read the bundled corpus in place of text in files.
+
     Raises:
-        LabError: if folders contain other runs.
+        LabError: if folders contain other runs, or a text is missing.
         RunFailedError: if at least one run failed; the others are kept.
         InterruptedRunError: if the process received a signal.
     """
     size = recipe.presets[preset]
-    asked = recipe.jobs(preset, seeds)
-    jobs = with_available_text(asked)
+    with_text = on_bundled_text if bundled_text else list[Job]
+    jobs = with_text(recipe.jobs(preset, seeds))
     tuning = []
     if size.grid is not None:
-        tuning = tuning_jobs(with_available_text(recipe.jobs(preset, size.grid.seeds)), size.grid)
+        tuning = tuning_jobs(with_text(recipe.jobs(preset, size.grid.seeds)), size.grid)
     if execution.store is not None:
         execution.store.require_no_other_runs([*tuning, *jobs])
     log(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
-    if jobs != asked:
-        log(
-            f"{SHARED_DATA_ENV} names no folder of text, "
-            "so the bundled corpus, which is far smaller, is read repeatedly"
-        )
     records: list[Record] = []
     if tuning:
         records = run_jobs(_places(tuning, execution), execution)
@@ -100,6 +103,7 @@ def run_jobs(
         earlier: earlier records of this study.
 
     Raises:
+        LabError: if the text of a run is missing.
         RunFailedError: if at least one run failed; the others are kept.
     """
     runs, store = execution.runs, execution.store
@@ -112,6 +116,7 @@ def run_jobs(
             _wait_until_free(out)
         work, problems = [(job, out) for job, out in left if not job.is_finished(out)], []
         if work:
+            require_text([job for job, _ in work])
             with nullcontext(set[int]()) if execution.isolated else report_progress(work) as ended:
                 start = time.monotonic()
 

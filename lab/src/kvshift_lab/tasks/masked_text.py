@@ -15,7 +15,6 @@ Shapes: B sequences, T positions in a sequence.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from kvshift_lab.core.errors import require
 from kvshift_lab.core.seeds import generator_for
-from kvshift_lab.data.config import SHARED_DATA_ENV, DataConfig, find_shared
+from kvshift_lab.data.config import DataConfig, find_shared
 from kvshift_lab.tasks.batch import IGNORED, Batch
 from kvshift_lab.tasks.option_checks import check_at_least, check_batch_size
 
@@ -36,8 +35,7 @@ class MaskedTextConfig:
     """Options of masked text; the defaults use the bundled corpus."""
 
     corpus: str = "tinyshakespeare"
-    """A bundled corpus, or a file below the folder that the environment variable KVSHIFT_SHARED_DATA names; if it is
-    not set, tinyshakespeare."""
+    """A bundled corpus, or a file below the folder that the environment variable KVSHIFT_SHARED_DATA names."""
     validation: str | None = None
     """A file in that folder to evaluate on; None: the end of the corpus."""
     vocab_size: int = 1024
@@ -57,7 +55,7 @@ class MaskedTextConfig:
         """Return the data options of the text on this machine."""
         files = {"corpus": self.corpus, "validation": self.validation}
         if "/" in self.corpus:
-            files = {name: find_shared(file) for name, file in files.items()} if os.environ.get(SHARED_DATA_ENV) else {}
+            files = {name: find_shared(file) for name, file in files.items()}
         given: dict[str, Any] = {name: file for name, file in files.items() if file is not None}
         return DataConfig(vocab_size=self.vocab_size, sequence_length=self.length, **given)
 

@@ -27,7 +27,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("form", "packages", "command"),
-    [("onnx", "onnx, onnxscript, onnxruntime", "pip install "), ("mlx", "mlx, mlx_lm", "pip install mlx-lm")],
+    [("onnx", "onnx, onnx_ir, onnxscript, onnxruntime", "pip install "), ("mlx", "mlx, mlx_lm", "pip install mlx-lm")],
 )
 def test_missing_packages_are_named(form: Any, packages: str, command: str, tmp_path: Path, monkeypatch):
     find = importlib.util.find_spec

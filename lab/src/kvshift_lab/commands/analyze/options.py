@@ -32,6 +32,12 @@ class AnalyzeConfig(RepeatConfig):
     device: str = "auto"
     """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
 
+    def check_paths(self) -> None:
+        """Raise a LabError if there is no such model."""
+        from kvshift_lab.run.model_files import require_models  # the hub's package
+
+        require_models(str(self.run))
+
     def check(self) -> None:
         """Raise a LabError that names the invalid option, its value and the values that are allowed."""
         super().check()

@@ -39,6 +39,12 @@ class CheckConfig:
     output: Path | None = None
     """Write the JSON to this file, replacing an existing file."""
 
+    def check_paths(self) -> None:
+        """Raise a LabError if there is no such model."""
+        from kvshift_lab.run.model_files import require_models  # the hub's package
+
+        require_models(self.model)
+
     def check(self) -> None:
         """Raise a LabError that names a wrong option, its value and the allowed values."""
         require(self.length >= 12, "length", self.length, "12 or more")

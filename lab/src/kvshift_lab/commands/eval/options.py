@@ -62,11 +62,13 @@ class EvalConfig:
     """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
 
     def check_paths(self) -> None:
-        """Raise a LabError if a text cannot be found or has no readable format."""
+        """Raise a LabError if a model or a text cannot be found, or the text has no readable format."""
         from kvshift_lab.data.files import find_corpus  # pyarrow
+        from kvshift_lab.run.model_files import require_models  # the hub's package
 
         for text in self.texts:
             find_corpus(text, "texts")
+        require_models(self.model, *self.against)
 
     def check(self) -> None:
         """Raise a LabError that names the invalid option, its value and the values that are allowed."""

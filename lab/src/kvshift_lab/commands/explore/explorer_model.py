@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnx_ir
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
@@ -77,6 +76,8 @@ def _free(layer: KVShift) -> None:
 
 def write_explorer_program(explorer: ExplorerModel, path: Path) -> None:
     """Trace the model and write an `.onnx` program; large weights are written to `.onnx.data` beside it."""
+    import onnx_ir
+
     coefficients = explorer.coefficients()
     inputs: dict[str, Any] = {"input_ids": torch.ones(1, 5, dtype=torch.long)}
     shapes: dict[str, Any] = {"input_ids": {1: Dim("length", min=1)}}

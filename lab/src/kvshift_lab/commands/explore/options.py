@@ -45,9 +45,13 @@ class ExploreConfig:
             raise LabError("port has no effect without open: leave it out")
 
     def check_paths(self) -> None:
-        """Raise a LabError if `out` exists and is not an empty folder or, without models, if it contains no page."""
+        """Raise a LabError if `out` exists and is not an empty folder or, without models, if it contains no page, or if
+        there is no such model."""
+        from kvshift_lab.run.model_files import require_models  # the hub's package
+
         if self.models:
             require_new(self.out)
+            require_models(*self.models)
         elif not self.open or not (self.out / "facts.json").is_file():
             raise LabError(
                 f"models: give one or two, or --open with the folder of an existing page in --out; got {self.out}"

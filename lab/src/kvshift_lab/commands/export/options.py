@@ -33,8 +33,11 @@ class ExportOptions:
     """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
 
     def check_paths(self) -> None:
-        """Raise a LabError if `out` exists and is not an empty folder."""
+        """Raise a LabError if `out` exists and is not an empty folder, or there is no such model."""
+        from kvshift_lab.run.model_files import require_models  # the hub's package
+
         require_new(self.out)
+        require_models(self.model)
 
     def check(self) -> None:
         """Raise a LabError that names the invalid option, its value and the values that are allowed."""

@@ -40,7 +40,7 @@ Format = Literal["onnx", "pt2"]
 Program = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """Maps inputs by name to outputs by name."""
 
-_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
+_PACKAGES = {"onnx": ("onnx", "onnx_ir", "onnxscript", "onnxruntime"), "pt2": ()}
 _PARTS = {"shift_key": "k", "shift_value": "v", "shift_query": "q"}  # fields of ShiftState
 
 

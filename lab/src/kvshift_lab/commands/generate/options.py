@@ -42,6 +42,12 @@ class GenerateConfig:
     device: str = "auto"
     """Device: cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
 
+    def check_paths(self) -> None:
+        """Raise a LabError if there is no such model."""
+        from kvshift_lab.run.model_files import require_models  # the hub's package
+
+        require_models(self.model)
+
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""
         if (self.prompt is None) == (self.prompts is None):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvshift_lab.analysis.tables import as_text
 from kvshift_lab.commands.reproduce.options import ReproduceConfig
-from kvshift_lab.core.errors import LabError
+from kvshift_lab.core.errors import LabError, nearest
 from kvshift_lab.recipes.catalogue import CATALOGUE
 
 
@@ -16,7 +16,9 @@ def list_or_reproduce(config: ReproduceConfig) -> None:
     if config.recipe is None:
         print(overview(config.out))
         return
-    if config.recipe in CATALOGUE and config.preset not in (presets := CATALOGUE[config.recipe].presets):
+    if config.recipe not in CATALOGUE:
+        raise LabError(f"there is no recipe {config.recipe!r}; {nearest(config.recipe, CATALOGUE)}")
+    if config.preset not in (presets := CATALOGUE[config.recipe].presets):
         raise LabError(f"preset must be one of {', '.join(presets)}, got {config.preset!r}")
     from kvshift_lab.commands.reproduce.reproduce import reproduce
 

@@ -28,6 +28,9 @@ class ReproduceConfig:
     jobs: int | None = None
     """Number of parallel runs. None: one per core, or 1 if there is a GPU. With 1, runs execute in the command's own
     process."""
+    bundled_text: bool = False
+    """Read Tiny Shakespeare, which is bundled, where the recipe reads a folder of text (KVSHIFT_SHARED_DATA). It is far
+    smaller, is read many times, and the report says so."""
     cluster: Cluster = "local"
     """Where runs execute. ray: on the Ray cluster at RAY_ADDRESS, or a new local one; all its machines must see
     `out`."""

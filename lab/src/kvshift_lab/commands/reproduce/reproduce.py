@@ -49,7 +49,9 @@ def reproduce(config: ReproduceConfig) -> None:
         is_shared = recipe.entry.study is not None
         store = RecordStore(config.results, recipe.entry.runs, config.preset, shared=is_shared)
     execution = StudyExecution(runs=runs, folder=folder, store=store, workers=config.jobs, cluster=config.cluster)
-    records = run_study(recipe, config.preset, preset.seed_numbers(config.seeds), execution)
+    records = run_study(
+        recipe, config.preset, preset.seed_numbers(config.seeds), execution, bundled_text=config.bundled_text
+    )
     with RunFolder(folder).locked():
         write_records(folder / "records.jsonl", records)
         _show(recipe, config, folder, store, records)

@@ -30,8 +30,11 @@ class RetrofitOptions:
     """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
 
     def check_paths(self) -> None:
-        """Raise a LabError if the output folder exists and is not empty."""
+        """Raise a LabError if the output folder exists and is not empty, or there is no such model."""
+        from kvshift_lab.run.model_files import require_models  # the hub's package
+
         require_new(self.out)
+        require_models(self.model)
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

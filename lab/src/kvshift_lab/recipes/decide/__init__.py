@@ -9,7 +9,7 @@ ENTRY = Entry(
         "smoke": Preset(seeds=1, cost="30 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3))),
         "laptop": Preset(
             seeds=6,
-            cost="ten hours on two cores, ten minutes on a GPU",
+            cost="ten hours on two cores, seven minutes on an H200",
             grid=Grid(rates=(2e-3, 4e-3, 8e-3, 16e-3)),
         ),
         "pilot": Preset(
