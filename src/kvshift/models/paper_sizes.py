@@ -49,3 +49,4 @@ SIZES: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
         },
     }
 )
+"""Configuration fields of the paper's models, by size, such as "1.5B"; `size_config` makes configurations of them."""

@@ -250,3 +250,4 @@ PROPERTIES: dict[str, Callable[[Subject], None]] = {
         cache_implementation="static",
     ),
 }
+"""The properties that `check_model` tests, by name; docs/check.md describes them."""

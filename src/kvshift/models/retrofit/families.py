@@ -179,3 +179,4 @@ PHI3 = rotary_family(
 )
 
 FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, GPT_NEOX, PHI3)
+"""All families to whose models `add_kv_shift` can add the shift."""

@@ -17,11 +17,11 @@ from kvshift_lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift_lab.analysis.tables import as_markdown
 from kvshift_lab.recipes.fig04.study import PAPER_RATES, RISE, figure_setting, has_diverged_or_risen
 from kvshift_lab.recipes.fig04c import ENTRY
-from kvshift_lab.recipes.language_models.settings import arm_job
+from kvshift_lab.recipes.language_models.settings import arm_job, loss_claim
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, not_testable, question, sign_test
 from kvshift_lab.study.jobs import StudyJob
-from kvshift_lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, has_diverged, last_loss
+from kvshift_lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, has_diverged, last_loss, paired_losses
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, VARIANTS
 
 DOUBLINGS = 6
@@ -52,9 +52,9 @@ def _job(preset: str, variant: str, rate: float) -> StudyJob:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Return the claim of the figure at the first rate at which vanilla diverges in half of the seeds, and by seed."""
+    """Return the claim of the figure at the first rate at which vanilla diverges in half of the seeds, then our own."""
     diverged = _diverged(records)
-    return [_at_first_rate(diverged), _by_seed(diverged)]
+    return [_at_first_rate(diverged), _by_seed(diverged), *_lower_at_each_rate(records)]
 
 
 def _diverged(records: Sequence[Record]) -> dict[str, dict[float, dict[int, bool]]]:
@@ -101,6 +101,22 @@ def _by_seed(diverged: Mapping[str, Mapping[float, Mapping[int, bool]]]) -> Clai
         direction=sign_test(right, wrong),
         note="of rates that are doubled; equal rates decide nothing",
     )
+
+
+def _lower_at_each_rate(records: Sequence[Record]) -> list[Claim]:
+    models = by_arm(records)
+    found = sorted({record.arm.rate or 0.0 for record in records})
+    pairs = {rate: [models[Arm(variant=variant, rate=rate)] for variant in SHIFTED_AND_VANILLA] for rate in found}
+    return [
+        loss_claim(
+            paired_losses(*pairs[rate]),
+            (_LABELS["kv-shift"], _LABELS["vanilla"]),
+            statement=f"At {rate:g}, KV-shift has a lower loss than vanilla",
+            paper="better at each of its rates",
+            own=True,
+        )
+        for rate in found
+    ]
 
 
 def _lowest(by_rate: Mapping[float, Mapping[int, bool]]) -> dict[int, float]:
