@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ LEVELS = ("x86-64-v3", "x86-64-v4")
 SOURCE = Path("src/kvshift/ops/cpu/kernel.cpp")
 NOTE = SOURCE.with_name("_kernel.build.txt")  # records why there is no kernel, for `python -m kvshift`
 NOTE_LINES = 20  # how many of the compiler's last lines to record
+FILES = sorted(path for path in (Path(__file__).parent / SOURCE.parent).iterdir() if path.suffix in (".cpp", ".h"))
 FLAGS = (
+    f"-DKVSHIFT_SOURCES={zlib.crc32(b''.join(path.read_bytes() for path in FILES))}u",  # kernel.py compares it
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-exceptions", "-fno-rtti",
     "-ffp-contract=off",  # the same roundings for every loop length
     "-Wall", "-Wextra", "-Werror", "-Wno-psabi",  # psabi: no function of the binary's interface passes vectors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import shutil
 import sys
@@ -21,6 +22,8 @@ from ...covering import covering
 from ..cases import DTYPES, SUMS, assert_same_bits, outcome, random_case
 from ..conftest import skip_unless_built
 from ..strategies import cases
+
+BUILT = Path(cpu_kernel.__file__).parent
 
 
 @pytest.fixture(params=["AVX512", "AVX2"])
@@ -168,3 +171,22 @@ def test_a_kernel_that_does_not_load_is_named(elsewhere):
         (elsewhere / f"_kernel.{build}.so").write_bytes(b"not a library")
     with pytest.raises(ValueError, match=r"_kernel\.\S+\.so cannot be loaded: "):
         random_case(9).call("cpu")
+
+
+def test_a_kernel_that_was_built_from_other_sources_is_not_called(elsewhere):
+    """As after an update of an editable installation: a call could read past a struct that has grown."""
+    for path in (*BUILT.glob("*.cpp"), *BUILT.glob("*.h"), *BUILT.glob("*.so")):
+        shutil.copy(path, elsewhere)
+    built = [ctypes.c_uint32.in_dll(ctypes.CDLL(str(path)), "kvshift_sources").value for path in BUILT.glob("*.so")]
+    if not any(built):
+        pytest.skip("not built by an installation")
+    with (elsewhere / "next_token.h").open("a") as file:
+        file.write("// changed")
+    case = random_case(9, rows=1)
+    with pytest.warns(
+        UserWarning, match="the CPU kernel is not used: .* was built from other sources, .* install kvshift"
+    ):
+        found = outcome(case, "auto")
+    assert_same_bits(found, outcome(case, "eager"))
+    with pytest.raises(ValueError, match=r"_kernel\.\S+\.so was built from other sources"):
+        case.call("cpu")

@@ -26,7 +26,8 @@ class InductionStart(ModelVariant):
         model = super().build(size, seed=seed)
         for layer in shift_layers(model):
             with torch.no_grad():
-                for start_G2, small in ((layer.alpha, 0), (layer.beta, 1)):
+                for name, small in (("alpha", 0), ("beta", 1)):
+                    start_G2 = layer.get_parameter(name)
                     start_G2[:, small] = _SPREAD * start_G2[:, 0]
                     start_G2[:, 1 - small] = 1 - start_G2[:, small]
         return model

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ _BUILDS = {"AVX512": ("x86-64-v4", 32), "AVX2": ("x86-64-v3", 16)}
 _MAX_WINDOW = 16
 _PARALLEL = 2**15  # number of elements from which a second thread pays off
 _CPU = torch.device("cpu")
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _INT, _UINT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 
 
 class _Rows(ctypes.Structure):
@@ -218,17 +220,26 @@ class _Kernels:
         except OSError as error:
             self.refusal = f"{path.name} cannot be loaded: {error}"
             return
+        built_from = _UINT.in_dll(library, "kvshift_sources").value if hasattr(library, "kvshift_sources") else None
+        if built_from not in (0, _checksum(path.parent)):  # 0: not built by hatch_build.py
+            self.refusal = f"{path.name} was built from other sources, as before an update: install kvshift again"
+            warnings.warn(f"the CPU kernel is not used: {self.refusal}", stacklevel=2)
+            return
         for dtype, name in _DTYPES.items():
             for direction, functions in (("forward", self.forward), ("backward", self.backward)):
                 function = functions[dtype] = library[f"kvshift_{direction}_{name}"]
                 function.argtypes, function.restype = (ctypes.POINTER(_Call),), None
         holding_the_lock = ctypes.PyDLL(str(path))  # of the interpreter: releasing it takes longer than a token
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            name = f"kvshift_next_token_{_DTYPES[dtype]}"
-            if hasattr(holding_the_lock, name):  # a binary from before an update of an editable installation has none
-                function = self.next_token[dtype] = holding_the_lock[name]
-                function.argtypes = (*[_POINTER] * 6, _INT)
-                function.restype = _INT
+            function = self.next_token[dtype] = holding_the_lock[f"kvshift_next_token_{_DTYPES[dtype]}"]
+            function.argtypes = (*[_POINTER] * 6, _INT)
+            function.restype = _INT
+
+
+def _checksum(folder: Path) -> int:
+    """Return the checksum of the kernel's sources, which is also in the binary that was built from them."""
+    sources = sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h"))
+    return zlib.crc32(b"".join(path.read_bytes() for path in sources))
 
 
 @functools.cache

@@ -76,7 +76,9 @@ def table(records: Sequence[Record]) -> str:
     onset = InductionOnset(without_tuning_runs(records))
     plain = onset.models[VANILLA]
     kinds = [f"gain, {name}" for name in KIND_NAMES.values()]
-    rows = [("model", "parameters more than vanilla", "begins to copy after", "loss", "gain", *kinds, "accuracy")]
+    rows: list[tuple[str, ...]] = [
+        ("model", "parameters more than vanilla", "begins to copy after", "loss", "gain", *kinds, "accuracy")
+    ]
     for arm in ARMS:
         runs = onset.models[arm]
         parameters = (next(iter(models.values())).result["parameters"] for models in (runs, plain))
