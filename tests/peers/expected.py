@@ -76,9 +76,10 @@ EXPECTED = (
     Expected(
         "peft",
         "TestDecoders",
-        r"test_(generate|generate_pos_args|generate_half_prec|disable_adapter)"
+        r"test_(generate|generate_pos_args|generate_half_prec(?!.*GPT2LMHead)|disable_adapter)"
         r"\[(CPT|PrefixTuning|PromptEncoder|PromptTuning)Config-.*",
         error="does not fit transformers",
-        reason="PEFT 0.21 looks for the cache by its name before transformers 5.24: tokens would be wrong",
+        reason="PEFT 0.21 looks for the cache by its name before transformers 5.24: tokens would be wrong. "
+        "(PEFT skips GPT-2 in half precision.)",
     ),
 )

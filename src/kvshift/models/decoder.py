@@ -9,7 +9,6 @@ Shapes: B batch, T positions of this call, S sequences, H query heads, G KV head
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.conversion_mapping import extract_weight_conversions_for_model
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import merge_with_config_defaults
@@ -70,22 +68,6 @@ class ShiftedPreTrainedModel:
         Some of them scale parameters of a child: GPT-2's blocks scale the last matrix of each residual branch.
         """
         super()._initialize_weights(module)  # type: ignore[misc]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict as usual, but not to an accelerate that would skip weights with other names in files.
-
-        With a device_map, accelerate sets weights one by one, past `load_state_dict`, and only warns of other names.
-        """
-        caller = sys._getframe(1)
-        if caller.f_code.co_name == "load_checkpoint_in_model" and caller.f_locals["device_map"] is not None:
-            model: Any = self
-            if renamed := extract_weight_conversions_for_model(model):
-                names = ", ".join(each.target_patterns[0].strip(".") for each in renamed)
-                raise ValueError(
-                    f"accelerate, with a device_map, would not find the weights of {names}, which have other names in "
-                    "the folder: use from_pretrained(folder, device_map=...)"
-                )
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 class ShiftedAttention:

@@ -115,6 +115,24 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
             raise ValueError(f"{name} does not hold the weights of its {cls.__name__}: it {'; '.join(faults)}")
         return (model, report) if output_loading_info else model
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if len({parameter.is_meta for parameter in self.parameters()}) == 2:
+            self._require_from_pretrained()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "hf_device_map":
+            self._require_from_pretrained()
+        super().__setattr__(name, value)
+
+    def _require_from_pretrained(self) -> None:
+        """Raise a ValueError if accelerate has loaded some weights, by their names, and skipped the others."""
+        if not hasattr(self, "_weight_conversions"):  # set by transformers
+            raise ValueError(
+                "load_checkpoint_and_dispatch of accelerate, with a device_map, would not find conv_k, conv_v and "
+                "lm_head.weight, which have other names in the model: use from_pretrained(folder, device_map=...)"
+            )
+
 
 class BaichuanM1Model(BaichuanM1PreTrainedModel, KVShiftLlamaModel):
     """The decoder without a head; see `transformers.LlamaModel`."""
