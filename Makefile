@@ -54,7 +54,8 @@ test-install: build/torch/stamp  ## Run every command in an environment with exa
 # PEFT, accelerate, TRL and lm-eval come after the check of what is installed without them; with NEIGHBOURS=newest also in
 # versions that pyproject.toml does not allow yet.
 .PHONY: test-newest
-test-newest: .venv-newest/stamp .venv-oldest/stamp test-install  ## Run a short check on what `pip install . ./lab` installs, then with the newest of other packages
+test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install . ./lab` installs, then with the newest of other packages
+	@$(MAKE) test-install
 	@.venv-newest/bin/python -P lab/tests/installed.py $(abspath .venv-oldest/bin/python)
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check '.[trl]' './lab[eval]' $(if $(filter newest,$(NEIGHBOURS)),&& \
 		.venv-newest/bin/python -m pip install -qq --disable-pip-version-check --upgrade accelerate lm-eval peft trl)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -117,13 +118,22 @@ def site_packages(place: Path) -> Path:
     return Path(sysconfig.get_path("purelib", vars={"base": str(place)}))
 
 
-def make(line: str, place: Path, beneath: Sequence[Path]) -> None:
+def copy_sources(to: Path) -> None:
+    """Copy what pip builds: its builds write into the folder, where other tests may be running."""
+    leave_out = shutil.ignore_patterns("__pycache__", "_kernel.*", "tests")
+    for name in ("src", "lab"):
+        shutil.copytree(ROOT / name, to / name, ignore=leave_out)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"):
+        shutil.copy(ROOT / name, to)
+
+
+def make(line: str, place: Path, beneath: Sequence[Path], sources: Path) -> None:
     """Create an environment in which the packages of other environments are found, and run the line of pip in it."""
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", place], check=True)
     lines = "".join(f"import site; site.addsitedir({str(site_packages(each))!r})\n" for each in beneath)
     (site_packages(place) / "beneath.pth").write_text(lines, encoding="utf-8")
-    subprocess.run([*pip, *shlex.split(line)[1:], "--quiet", "--no-compile"], cwd=ROOT, check=True)
+    subprocess.run([*pip, *shlex.split(line)[1:], "--quiet", "--no-compile"], cwd=sources, check=True)
 
 
 def run(command: str, place: Path, where: Path) -> subprocess.CompletedProcess[str]:
@@ -178,16 +188,18 @@ Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads
 
 def main(folder: Path) -> None:
     """Make all environments, one after the other, and check each."""
-    where = folder / "work"
-    subprocess.run(["rm", "-rf", where], check=True)
+    where, sources = folder / "work", folder / "sources"
+    for each in (where, sources):
+        shutil.rmtree(each, ignore_errors=True)
     prepare(where)
+    copy_sources(sources)
     places: dict[str, Path] = {}
     for environment in ENVIRONMENTS:
         line = environment.install
         if line not in places:
             places[line] = folder / str(len(places))
             beneath = [] if environment.extends is None else [places[environment.extends]]
-            make(line, places[line], [*beneath, Path(sys.prefix)])
+            make(line, places[line], [*beneath, Path(sys.prefix)], sources)
         if line == LIBRARY:
             done = run(f"python -c {shlex.quote(SMALL_QWEN)}", places[line], where)
             assert done.returncode == 0, done.stderr
