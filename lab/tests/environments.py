@@ -86,7 +86,7 @@ ENVIRONMENTS = (
             "kvshift explore runs/mine --out page": "[export]",
             "kvshift export runs/mine exported": "[export]",
             "kvshift export runs/mine exported-mlx --format mlx": "mlx-lm",
-            "kvshift eval runs/mine --tasks arc_easy --data README.md": "[eval]",
+            "kvshift eval runs/mine --tasks arc_easy --data questions": "[eval]",
             "kvshift reproduce fig01b --preset smoke --cluster ray": "[ray]",
             "kvshift train --out runs/w --report-to wandb": "report_to",
         },
