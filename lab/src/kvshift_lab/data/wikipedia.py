@@ -149,7 +149,7 @@ def main(arguments: list[str]) -> int:
         print(f"usage: python -m kvshift_lab.data.wikipedia PAGES FOLDER\n\n{__doc__}")
         return 0 if arguments in (["-h"], ["--help"]) else 2
     try:
-        build_wikipedia(*map(Path, arguments))
+        build_wikipedia(Path(arguments[0]), Path(arguments[1]))
     except LabError as error:
         print(f"python -m kvshift_lab.data.wikipedia: {error}", file=sys.stderr)
         return error.exit_code
