@@ -265,7 +265,7 @@ def test_fault_of_a_hub_dataset_is_named(hub, options, message, streaming):
         ("train-1.jsonl", b'{"text": "a", "id": 3}\n{"text": oops}\n'),
         ("train-1.jsonl", b'{"text": "a", "text": "b", "id": 3}\n'),
         ("train-1.jsonl", b'{"text": "\xff", "id": 3}\n'),
-        ("train-1.jsonl.gz", gzip.compress(b'{"text": "a", "id": 3}\n' * 99)[:-9]),
+        ("train-1.jsonl.gz", gzip.compress(b'{"text": "a", "id": 3}\n' * 99, mtime=0)[:-9]),
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
