@@ -65,10 +65,10 @@ def records(
     return found
 
 
-FIVE = [300.0, 310, 320, 330, 340]
-LATER = [700.0, 740, 780, 720, 760]
-NEVER = [math.inf] * 5
-GAINS = [0.10, 0.11, 0.12, 0.13, 0.14]
+SOON = [300.0, 310, 320, 330, 340, 350]
+LATER = [700.0, 740, 780, 720, 760, 800]
+NEVER = [math.inf] * 6
+GAINS = [0.10, 0.11, 0.12, 0.13, 0.14, 0.15]
 
 
 def test_the_onset_is_interpolated_between_evaluations():
@@ -80,11 +80,11 @@ def test_the_onset_is_interpolated_between_evaluations():
 
 @pytest.mark.parametrize(
     ("theirs", "verdict"),
-    [(LATER, "holds"), (NEVER, "holds"), ([time / 4 for time in LATER], "fails"), ([*NEVER[:4], 200.0], "not shown")],
+    [(LATER, "holds"), (NEVER, "holds"), ([time / 4 for time in LATER], "fails"), ([*NEVER[:5], 200.0], "not shown")],
     ids=str,
 )
 def test_whether_models_with_the_shift_change_sooner(theirs: list[float], verdict: str):
-    onset = InductionOnset(records(FIVE, theirs, GAINS))
+    onset = InductionOnset(records(SOON, theirs, GAINS))
     for layers in (1, 2):
         claim = onset.sooner_claim(*pair(layers=layers))
         assert claim.statement.startswith("KV-shift, ")
@@ -99,14 +99,14 @@ def test_where_the_gain_is():
     at_end = "2 layers, at the end:"
     larger = f"{at_end} the gain is larger on pairs seen in the row before than on targets that follow a new token"
     plain = f"{at_end} plain attention has the lower loss on targets that follow a new token"
-    found = directions(records(FIVE, LATER, GAINS))
+    found = directions(records(SOON, LATER, GAINS))
     assert (found[larger], found[plain]) == ("holds", "holds")
-    found = directions(records(FIVE, LATER, GAINS, kinds=(1.0, 1.0, 3.0)))
+    found = directions(records(SOON, LATER, GAINS, kinds=(1.0, 1.0, 3.0)))
     assert (found[larger], found[plain]) == ("fails", "fails")
 
 
 def test_gains_at_each_moment_are_those_of_a_slow_loop():
-    given = records(FIVE, LATER, GAINS)
+    given = records(SOON, LATER, GAINS)
     onset = InductionOnset(given)
     moments = onset.moments(2)
     assert [*moments] == [
@@ -115,10 +115,10 @@ def test_gains_at_each_moment_are_those_of_a_slow_loop():
         "at vanilla's change",
         "at the end",
     ]
-    for name, expected in zip(moments, ([t / 2 for t in FIVE], FIVE, LATER, [1000.0] * 5), strict=True):
+    for name, expected in zip(moments, ([t / 2 for t in SOON], SOON, LATER, [1000.0] * 6), strict=True):
         assert [*moments[name].values()] == pytest.approx(expected)
         for loss, part in zip(LOSSES, (1, 2, 0.5, -0.1), strict=True):
             assert onset.gains(2, loss, moments[name]) == pytest.approx([part * gain for gain in GAINS])
-    assert "at vanilla's change" not in InductionOnset(records(FIVE, [*LATER[:4], math.inf], GAINS)).moments(1)
+    assert "at vanilla's change" not in InductionOnset(records(SOON, [*LATER[:5], math.inf], GAINS)).moments(1)
     (last,) = [line for line in onset.table().splitlines() if line.startswith("| 2 layers | at the end")]
     assert f"{statistics.fmean(GAINS):+.3f}" in last

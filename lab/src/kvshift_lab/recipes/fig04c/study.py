@@ -32,7 +32,8 @@ _LABELS = {variant: VARIANTS[variant].label for variant in SHIFTED_AND_VANILLA}
 def rates(preset: str) -> list[float]:
     """Return the learning rates of a preset."""
     first = PAPER_RATES[-1] * figure_setting(preset)[0].scale
-    return [first * 2**doubling for doubling in range(2 if preset == "smoke" else DOUBLINGS)]
+    doubled = [first * 2**doubling for doubling in range(2 if preset == "smoke" else DOUBLINGS)]
+    return [float(f"{rate:.2g}") for rate in doubled]  # as in the labels of arms
 
 
 def arms(preset: str) -> list[StudyJob]:
