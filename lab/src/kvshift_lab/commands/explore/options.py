@@ -22,7 +22,7 @@ class ExploreConfig:
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL ...]")] = ()
     """One model, or two with the same tokenizer side by side: run folders, model folders, or models on the hub."""
     out: Path
-    """Folder of the page; it must not exist, or be empty."""
+    """Folder of the page; it must not exist, or be empty. With --open alone, the folder of a page."""
     open: bool = False
     """Serve the page on the loopback address and open a browser, until Ctrl-C."""
     text: str | None = None
