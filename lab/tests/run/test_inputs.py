@@ -76,6 +76,15 @@ def test_another_corpus_is_refused(stopped: TrainConfig, how: str, new_process: 
     assert not (stopped.out / "result.json").exists()
 
 
+def test_a_run_that_did_not_record_its_text_is_refused(stopped: TrainConfig) -> None:
+    path = stopped.out / "config.json"
+    config = json.loads(path.read_text())
+    del config["data_facts"]["data.corpus"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(LabError, match=r"older version, which did not record the content of data\.corpus"):
+        train(stopped)
+
+
 def test_another_validation_text_is_refused(stopped: TrainConfig) -> None:
     assert stopped.data.validation is not None
     change(Path(stopped.data.validation), "another file")

@@ -48,7 +48,13 @@ def check_folder(folder: RunFolder, options: dict[str, Any], inputs: Mapping[str
         return False
     if "config_hash" not in old:
         raise LabError(f"out: {folder.config} does not belong to a run; choose a folder that is new or empty")
-    _refuse(folder, other_options(old, options) + input_differences(old.get("data_facts") or {}, inputs))
+    recorded = old.get("data_facts") or {}
+    _refuse(folder, other_options(old, options) + input_differences(recorded, inputs))
+    if unknown := sorted(inputs.keys() - recorded.keys()):
+        raise LabError(
+            f"out: the run in {folder.path} was started by an older version, which did not record the content of "
+            f"{unknown[0]}, so it may have changed since; choose another folder for out"
+        )
     return folder.result.exists()
 
 
