@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import to_json
+from kvshift_lab.data.config import DataConfig
 from kvshift_lab.recipes.both_copy import study as both_copy
 from kvshift_lab.recipes.both_copy.study import PLAIN, RANDOM, SCALE, SHIFT, SPANS, arm_of
 from kvshift_lab.run.finished import read_run
 from kvshift_lab.run.probes import KINDS
 from kvshift_lab.study.claims import Claim
+from kvshift_lab.study.continued import ContinuedJob
 from kvshift_lab.study.recipe import Record
 from kvshift_lab.study.run_study import job_folder
 
@@ -125,6 +128,17 @@ def test_arms_continue_one_start_model_from_which_they_do_not_differ(tmp_path: P
         assert (tensor[:, 1] == 0).all()
     first = read_run(folders[0]).series("eval", "step", "loss")
     assert first[0] == [2, 4]
+
+
+def test_all_stages_read_the_bundled_text_or_none_does():
+    first: Any = RECIPE.jobs("laptop", [0])[0]
+    job = first.on_bundled_text()
+    while True:
+        assert job.config.data.corpus == DataConfig().corpus
+        assert job.text_files() == ()
+        if not isinstance(job, ContinuedJob):
+            break
+        job = job.start
 
 
 def test_records_of_another_start_are_not_taken(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -67,19 +67,25 @@ class ContinuedJob(TextJob):
         folder = self._used_start(out)
         return folder is not None and self._continuing(folder).is_finished(out)
 
+    def on_bundled_text(self) -> Self:
+        """See `RunJob`; the start model is trained on the same text."""
+        return replace(super().on_bundled_text(), start=self.start.on_bundled_text())
+
     def record(self, out: Path) -> dict[str, Any]:
         """Return the record; the result "start" has the options and the curves of the start model."""
-        folder = self._used_start(out)
+        found, folder = super().record(out), self._used_start(out)
         assert folder is not None
-        found = self._continuing(folder).record(out)
         start = self.start.record(folder)
-        options = {**found["options"], "init_from": self._options(self.config)["init_from"]}
-        options["data"] = {**options["data"], "tokenizer": None}  # that of the start model
-        digits = config_hash({name: value for name, value in options.items() if name != "data_facts"})
         kept = {name: start[name] for name in ("config_hash", "options", "curve")}
         if "start" in start["result"]:
             kept["start"] = start["result"]["start"]
-        return {**found, "options": options, "config_hash": digits, "result": {**found["result"], "start": kept}}
+        return {**found, "result": {**found["result"], "start": kept}}
+
+    def _portable(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """See `TextJob`; the start model has a name, and its tokenizer is that of the run."""
+        found = super()._portable(options)
+        data = {**found["data"], "tokenizer": None}
+        return {**found, "data": data, "init_from": self._options(self.config)["init_from"]}
 
     def _start_folder(self, out: Path, seed: int) -> Path:
         beside = out.parents[1]

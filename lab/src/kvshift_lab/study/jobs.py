@@ -229,11 +229,15 @@ class TextJob(RunJob):
     def record(self, out: Path) -> dict[str, Any]:
         """Return the record without the losses of single sequences, which only `kvshift compare` reads."""
         found = super().record(out)
-        options = {**found["options"], "data": found["options"]["data"] | _text_paths(self.config)}
+        options = self._portable(found["options"])
         facts = options.pop("data_facts")
         result = {name: value for name, value in found["result"].items() if not name.endswith("_per_row")}
         digits = config_hash(options)
         return {**found, "options": {**options, "data_facts": facts}, "config_hash": digits, "result": result}
+
+    def _portable(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the recorded options of a run with names that are the same on every machine."""
+        return {**options, "data": options["data"] | _text_paths(self.config)}
 
     def _with_local_paths(self) -> TrainConfig:
         if not _is_file(self.config):

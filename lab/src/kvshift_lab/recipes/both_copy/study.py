@@ -78,7 +78,7 @@ def arms(preset: str) -> list[ContinuedJob]:
 
 
 def _job(preset: str, model: str, layers: int, start: str) -> ContinuedJob:
-    base, size = _base(preset), _SIZES[preset]
+    base, size = decide.setting(preset), _SIZES[preset]
     options = with_variant(ModelConfig(shift_init=None if model == PLAIN else "identity"), _variant(model))
     if model == SCALE:
         options = replace(options, freeze_shift_lags=True)
@@ -88,7 +88,7 @@ def _job(preset: str, model: str, layers: int, start: str) -> ContinuedJob:
 
 def _start(preset: str, layers: int, start: str) -> TextJob:
     """Return the job of a plain model on repeated random tokens, and after that, for one kind, on repeated text."""
-    base, size = _base(preset), _SIZES[preset]
+    base, size = decide.setting(preset), _SIZES[preset]
     plain = replace(with_variant(base.model, PLAIN), num_attention_heads=2, num_hidden_layers=layers)
     config = replace(
         base,
@@ -114,10 +114,6 @@ def _after(preset: str, arm: Arm, config: TrainConfig, start: TextJob, kind: str
         start_name=f"{_STARTS[kind]}-{arm.layers}-layers",
         least_matching=0.0 if preset == "smoke" else _START_MATCHING,
     )
-
-
-def _base(preset: str) -> TrainConfig:
-    return decide.SMOKE if preset == "smoke" else decide.LAPTOP
 
 
 def _variant(model: str) -> str:
@@ -208,11 +204,8 @@ def _mean_by_seed(by_depth: Iterable[Sequence[float]]) -> list[float]:
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return the claims after repeated text, for models that both copy, and after repeated random tokens."""
     runs = Continued(records)
-    where = (
-        f"mean over {', '.join(map(str, runs.depths))} layers"
-        if len(runs.depths) > 1
-        else f"{layers_text(runs.depths[0])}"
-    )
+    depths = ", ".join(map(str, runs.depths))
+    where = f"mean over {depths} layers" if len(runs.depths) > 1 else layers_text(runs.depths[0])
     return [*_both_copy(runs, where), *_forgetting(runs, where)]
 
 

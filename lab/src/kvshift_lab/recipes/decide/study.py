@@ -67,8 +67,13 @@ SMOKE = replace(
 _PILOT_RATE = 4e-3  # the middle of the grid
 
 
+def setting(preset: str) -> TrainConfig:
+    """Return the options that the runs of a preset share, here and in the recipes that have the setting of this one."""
+    return {"paper": PAPER, "smoke": SMOKE}.get(preset, LAPTOP)
+
+
 def _config(preset: str, layers: int) -> TrainConfig:
-    config = {"paper": PAPER, "smoke": SMOKE}.get(preset, LAPTOP)
+    config = setting(preset)
     tokens = config.batch_size * config.data.sequence_length
     steps = 4 if preset == "smoke" else _TOKENS[layers] // tokens
     if preset == "pilot":

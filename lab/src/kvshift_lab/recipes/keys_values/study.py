@@ -28,7 +28,7 @@ _STEPS = {"laptop": 3_200_000 // (decide.LAPTOP.batch_size * decide.LAPTOP.data.
 
 def setting(preset: str) -> TrainConfig:
     """Return the options of a preset, without the variant."""
-    config = {"paper": decide.PAPER, "smoke": decide.SMOKE}.get(preset, decide.LAPTOP)
+    config = decide.setting(preset)
     return replace(
         config,
         model=replace(config.model, num_hidden_layers=LAYERS),

@@ -27,7 +27,7 @@ from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim
 from kvshift_lab.study.jobs import TextJob
-from kvshift_lab.study.recipe import Recipe, Record, last_loss, without_tuning_runs
+from kvshift_lab.study.recipe import Recipe, Record, last_loss, last_mean, without_tuning_runs
 from kvshift_lab.variants.by_name import with_variant
 
 LAYERS = 2
@@ -38,7 +38,7 @@ _TOKENS = 4_000_000
 
 
 def _config(preset: str) -> TrainConfig:
-    config = {"paper": decide.PAPER, "smoke": decide.SMOKE}.get(preset, decide.LAPTOP)
+    config = decide.setting(preset)
     tokens = config.batch_size * config.data.sequence_length
     return replace(
         config,
@@ -84,10 +84,10 @@ def table(records: Sequence[Record]) -> str:
         parameters = (next(iter(models.values())).result["parameters"] for models in (runs, plain))
         more = next(parameters) - next(parameters)
         gains = [
-            [_last(plain[seed], name) - _last(runs[seed], name) for seed in runs]
+            [last_mean(plain[seed], name, 1) - last_mean(runs[seed], name, 1) for seed in runs]
             for name in ("loss", *(f"loss_{kind}" for kind in KINDS))
         ]
-        accuracy = statistics.fmean(_last(run, "repeat_accuracy") for run in runs.values())
+        accuracy = statistics.fmean(last_mean(run, "repeat_accuracy", 1) for run in runs.values())
         rows.append(
             (
                 arm.label,
@@ -113,10 +113,6 @@ def _onset_text(onset: InductionOnset, arm: Arm) -> str:
         return f"({seeds})"
     tokens = statistics.geometric_mean(steps.reached) * tokens_per_step(onset.records[0])
     return f"{tokens / 1e6:.2f} million tokens ({seeds})"
-
-
-def _last(record: Record, name: str) -> float:
-    return next(value for value in reversed(record.curve[name]) if value is not None)
 
 
 RECIPE = Recipe(
