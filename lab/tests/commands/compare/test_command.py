@@ -21,6 +21,7 @@ from kvshift_lab.core.options import to_json
 from kvshift_lab.options_file import parse
 from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.inputs import identify_inputs
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study import run_study
 from kvshift_lab.variants.building import build_model, describe
@@ -71,8 +72,9 @@ def trained(monkeypatch):
             recorded = json.loads((out / "config.json").read_text())
             options = to_json(job.config)
             options["model"] |= {"shift_targets": recorded["model"]["shift_targets"]}
-            kept = {name: recorded[name] for name in ("tokens_per_step", "config_hash", "data_facts")}
-            (out / "config.json").write_text(json.dumps({**options, **kept}))
+            facts = recorded["data_facts"] | identify_inputs(job.config.data)
+            kept = {"tokens_per_step": recorded["tokens_per_step"], "config_hash": recorded["config_hash"]}
+            (out / "config.json").write_text(json.dumps({**options, **kept, "data_facts": facts}))
 
     found = Trained()
     monkeypatch.setattr(run_study, "sweep", found.sweep)
