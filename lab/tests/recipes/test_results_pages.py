@@ -105,6 +105,7 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
 
 
 def test_the_check_sees_a_stale_page(results: Path, capsys: pytest.CaptureFixture) -> None:
+    assert results_pages.main(["--dry-run"]) == 2
     assert results_pages.main(["--check"]) == 1  # there is no page yet
     assert results_pages.main([]) == 0
     assert (results / "fig01a" / "laptop.svg").exists()

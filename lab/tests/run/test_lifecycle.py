@@ -183,6 +183,20 @@ def test_a_run_of_wandb_ends_with_the_training_unless_it_was_there_before(finish
     assert wandb.run is mine
 
 
+def test_tokenizer_beside_the_model_that_does_not_fit(finished, corpus, tmp_path, monkeypatch):
+    out = copied(finished, tmp_path)
+
+    def full(*args, **kwargs):
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
+    with pytest.raises(RunFailedError, match=r"model could not be written: No space left on device"):
+        train(tiny(corpus, out))
+    monkeypatch.undo()
+    train(tiny(corpus, out))
+    assert_same_run(out, finished)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_event_files_that_do_not_fit(finished, corpus, tmp_path, monkeypatch):
     """TensorBoard writes in its own thread, whose error appears at the next line or at the end."""

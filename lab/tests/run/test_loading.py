@@ -194,6 +194,12 @@ def test_a_configuration_that_is_not_json(place: str, tmp_path: Path) -> None:
             said(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["gpu", "cuda:99"])
+def test_wrong_device(name: str, model_folder: Path) -> None:
+    with pytest.raises(LabError, match=f"device must be auto, cpu, or an accelerator .*; got '{name}'"):
+        load_model(str(model_folder), device=name, log=print)
+
+
 def test_a_bfloat16_model_keeps_its_coefficients(model_folder: Path) -> None:
     model, *_ = load_model(str(model_folder), dtype="bfloat16", log=print)
     dtypes = {".shift." in name: parameter.dtype for name, parameter in model.named_parameters()}

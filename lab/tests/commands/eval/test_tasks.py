@@ -231,6 +231,11 @@ def test_what_is_refused_before_a_model_is_loaded(options, message, shifted, min
         evaluate(EvalConfig(**{"model": str(shifted), "data": str(mini), "tasks": ("hellaswag",)} | options))
 
 
+def test_a_window_that_is_too_long(shifted, mini):
+    with pytest.raises(LabError, match=r"window must be at most 256, the longest context of .*shifted, got 257"):
+        evaluated(shifted, mini, window=257)
+
+
 def test_an_answer_that_is_longer_than_the_window(model_folder, tmp_path):
     path = write_benchmarks(tmp_path) / "lambada" / "lambada_openai.jsonl"
     path.write_text(json.dumps({"context": "to be", "continuation": "x" * 65}))
