@@ -190,6 +190,15 @@ def test_tensors_beside_those_of_the_model_are_refused(change: str, tmp_path):
         start_from(tmp_path, config)
 
 
+@pytest.mark.parametrize("older", ["model-00000.safetensors", "old.safetensors"])
+def test_a_tensor_in_two_files_is_refused(older: str, tmp_path):
+    """transformers reads the files that the index names; torchtitan reads all, and would keep one of the two."""
+    folder = folder_of(tmp_path, KVShiftLlamaConfig(**LLAMA))
+    save_file({"model.norm.weight": torch.full((32,), 2.0)}, folder / older, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"must have each tensor once, got model\.norm\.weight in \S+ again"):
+        start_from(folder, changed_config("llama3", unchanged))
+
+
 OTHER_MODELS: dict[str, Change] = {
     "more layers": lambda model: model.layers.append(model.layers[0]),
     "fewer layers": lambda model: model.layers.pop(),

@@ -80,7 +80,8 @@ def hf_config(model: Any) -> Any:
 def check_folder(model: Any, folder: str | Path) -> None:
     """Raise a ValueError unless a folder of transformers holds the same model as a configuration of torchtitan.
 
-    All fields that change logits are compared, and names and shapes of all tensors in its *.safetensors.
+    All fields that change logits are compared, and names and shapes of all tensors in its *.safetensors. As torchtitan
+    reads all of these files, a tensor in two of them is an error.
 
     Args:
         model: as in `hf_config`.
@@ -97,7 +98,10 @@ def check_folder(model: Any, folder: str | Path) -> None:
     shapes: dict[str, list[int]] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            found_here = {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        if twice := sorted(shapes.keys() & found_here.keys()):
+            raise ValueError(f"{folder}/*.safetensors must have each tensor once, got {twice[0]} in {file.name} again")
+        shapes |= found_here
     check_tensors(expected, shapes, f"{folder}/*.safetensors")
 
 
