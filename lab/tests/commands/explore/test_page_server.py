@@ -37,6 +37,7 @@ def test_the_server(tmp_path: Path):
         ("/link.txt", "127.0.0.1", 404),
         ("/linked/secret.txt", "127.0.0.1", 404),
         ("/../secret.txt", "127.0.0.1", 404),
+        ("/page.html%00", "127.0.0.1", 404),
     ],
 )
 def test_other_hosts_and_files_outside_of_the_folder_are_refused(path: str, host: str, code: int, tmp_path: Path):

@@ -75,6 +75,14 @@ def by_dots() -> PreTrainedTokenizerFast:
     return byte_level(split=r".|\s[a-f\-]\D?|(?:[^\n.]|\p{Lu}){2}(?=x)")
 
 
+def by_hyphens() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that splits at a text and at a pattern; a hyphen is escaped only within brackets."""
+    tokenizer = byte_level(split=r"\-|[\-x]y?|z-")
+    parts = [pre_tokenizers.Split(" - ", behavior="removed"), tokenizer.backend_tokenizer.pre_tokenizer]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    return tokenizer
+
+
 def letters() -> PreTrainedTokenizerFast:
     backend = Tokenizer(
         models.WordLevel({"<unk>": 0} | {letter: 11 + i for i, letter in enumerate("abcdeotr")}, "<unk>")
@@ -91,6 +99,7 @@ TOKENIZERS = {
     "Qwen": normalized,
     "letters": letters,
     "dots": by_dots,
+    "hyphens": by_hyphens,
 }
 
 
@@ -130,6 +139,11 @@ def split_by(pattern: Any, behavior: str) -> Any:
         ({"pre_tokenizer": split_by(Regex(r"\p{L}++"), "isolated")}, "of which '++' is not translated"),
         ({"pre_tokenizer": split_by(Regex("(?i:[a-f])"), "isolated")}, "of which '[a-f]' is not translated (ranges)"),
         ({"pre_tokenizer": split_by(Regex("(?i:ss)"), "isolated")}, "letters that match one character together"),
+        ({"pre_tokenizer": split_by(Regex("(?i:(?:f)f)"), "isolated")}, "letters that match one character together"),
+        ({"pre_tokenizer": split_by(Regex("(?i:h\u0331)"), "isolated")}, "(case of other letters than A to Z)"),
+        ({"pre_tokenizer": split_by(Regex("a|"), "isolated")}, "the pattern 'a|', which matches nothing at all, too"),
+        ({"pre_tokenizer": split_by(Regex("(?=a)"), "isolated")}, "which matches nothing at all, too"),
+        ({"pre_tokenizer": split_by(Regex("a**b"), "isolated")}, "the pattern 'a**b', which is not translated"),
         ({"pre_tokenizer": split_by(Regex(r"\p{Han}+"), "isolated")}, "not a general category of Unicode"),
         ({"pre_tokenizer": split_by(Regex(r"\w+"), "isolated")}, "of which '\\\\w' is not translated"),
         ({"pre_tokenizer": split_by(Regex("^a"), "isolated")}, "of which '^a' is not translated"),

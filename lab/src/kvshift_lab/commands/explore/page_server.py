@@ -28,7 +28,8 @@ class _Handler(SimpleHTTPRequestHandler):
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
             self.send_error(HTTPStatus.FORBIDDEN, "this server answers only to 127.0.0.1 and localhost")
             return None
-        if not Path(self.translate_path(self.path)).resolve().is_relative_to(Path(self.directory).resolve()):
+        asked, folder = Path(self.translate_path(self.path)), Path(self.directory).resolve()
+        if "\0" in str(asked) or not asked.resolve().is_relative_to(folder):
             self.send_error(HTTPStatus.NOT_FOUND, "the file is outside of the page's folder")
             return None
         return super().send_head()

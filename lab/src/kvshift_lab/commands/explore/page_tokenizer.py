@@ -170,6 +170,7 @@ def javascript(pattern: str) -> str:
         ValueError: The pattern has a part that is not translated. The message names both.
     """
     found: list[str] = []
+    shape: list[str] = []  # the pattern with x for every character, and with lookaheads that are always true
     groups: list[bool] = []  # of each open group, whether it ignores case
     at, letters = 0, ""
     while at < len(pattern):
@@ -181,24 +182,37 @@ def javascript(pattern: str) -> str:
             if group := part["group"]:
                 groups.append(group == "(?i:")
                 found.append("(?:" if group in ("(", "(?i:") else group)
+                shape.append("(?:|" if group in ("(?=", "(?!") else "(?:")
             elif part["end"]:
                 groups.pop()
                 found.append(")")
+                shape.append(")")
             elif part["open"]:
                 members = _MEMBERS.findall(part["members"])
                 if ignores and "-" in members[1:-1]:
                     raise ValueError("ranges")
                 found.append(part["open"] + "".join(_member(each, ignores) for each in members) + "]")
             elif character := part["character"]:
-                one = _member(character, ignores)
+                one = "-" if character == r"\-" else _member(character, ignores)  # an escape only within brackets
                 found.append(f"[{one}]" if ignores and len(one) > 1 and one[0] != "\\" else one)
             else:
                 found.append(r"[^\n]" if part["any"] else part[0])
-            letters = letters + part[0] if part["character"] and ignores else ""
+            if part["or"] or part["times"]:
+                shape.append(part[0])
+            elif len(shape) < len(found):
+                shape.append("x")
+            if not (part["group"] or part["end"]):
+                letters = letters + part[0] if part["character"] and ignores else ""
             if _FOLDED_TOGETHER.search(letters):
                 raise ValueError("letters that match one character together")
         except (ValueError, IndexError) as error:
             raise ValueError(f"the pattern {pattern!r}, of which {part[0]!r} is not translated ({error})") from error
+    try:
+        is_empty = re.fullmatch("".join(shape), "") is not None
+    except re.error as error:
+        raise ValueError(f"the pattern {pattern!r}, which is not translated ({error})") from error
+    if is_empty:
+        raise ValueError(f"the pattern {pattern!r}, which matches nothing at all, too")
     return "".join(found)
 
 
@@ -213,17 +227,17 @@ def _member(character: str, ignores_case: bool) -> str:
     if character[0] == "\\":
         if character[1].isalnum():
             raise ValueError("an escape")
-        return _literal(character[1])
+        return r"\-" if character == r"\-" else _literal(character[1])
+    if ignores_case and not character.isascii():  # also one without case, which may match together with a letter
+        raise ValueError("case of other letters than A to Z")
     if ignores_case and character.lower() != character.upper():
-        if not character.isascii():
-            raise ValueError("case of other letters than A to Z")
         lower = character.lower()
         return lower + lower.upper() + _FOLDED.get(lower, "")
     return character if character == "-" else _literal(character)
 
 
 def _literal(character: str) -> str:
-    return "\\" + character if character in r"\^$.*+?()[]{}|/-" else character
+    return "\\" + character if character in r"\^$.*+?()[]{}|/" else character
 
 
 def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
