@@ -102,7 +102,7 @@ def gradients(backend: str, of_results: Callable[[Tensor], Tensor], packed: bool
     return list(torch.autograd.grad(results, list(leaves.values()), upstream))
 
 
-def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def halves(x: Any) -> tuple[Tensor, Tensor]:
     """Return both tensors of a wrapper, or the same one twice."""
     return (x.a, x.b) if isinstance(x, TwoTensor) else (x, x)
 
@@ -138,10 +138,11 @@ def test_results_of_wrappers_are_those_of_what_they_hold(wrapped, positions):
         {name: normal(*shape, seed=i + at) for i, (name, shape) in enumerate(shapes.items())} for at in (0, 9)
     )
 
-    def results(given: dict[str, Tensor]) -> list[Tensor]:
-        *tokens, k_state, v_state, cos, sin = given.values()
+    def results(given: dict[str, Tensor]) -> list[Any]:
+        q, k, v, alpha, beta, *rows, cos, sin = given.values()
         with torch.no_grad():
-            *found, new = shift_norm_rope(*tokens, rotary=(cos, sin), state=ShiftState(k_state, v_state, 1))
+            *found, new = shift_norm_rope(q, k, v, alpha, beta, rotary=(cos, sin), state=ShiftState(*rows, 1))
+        assert new is not None
         return [*found, new.k, new.v]
 
     for names in itertools.combinations(shapes, wrapped):
