@@ -127,18 +127,6 @@ def test_each_block_of_the_readme_runs_alone(number, monkeypatch):
         assert namespace["attended"].shape == (2, 16, 64)
 
 
-def test_what_to_type_comes_before_tables_and_figures():
-    """The commands come first, after a single picture: the one that shows the idea."""
-    typed = README.index("make compare")
-    idea, first_figure, *_ = (found.start() for found in re.finditer(r"!\[", README))
-    assert README[idea:typed].count("docs/figures/induction.svg") == 1
-    assert typed < min(README.index("\n|"), first_figure, README.index("```python"))
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {target for block in blocks(README, "") for target in re.findall(r"^make (\S+)", block, re.MULTILINE)} <= {
-        *targets
-    }
-
-
 def test_the_comparison_in_the_readme_is_the_one_in_results():
     found = json.loads((ROOT / "results" / "compare" / "summary.json").read_text(encoding="utf-8"))
     loss, perplexity, verdict = found["loss"], found["perplexity"], found["verdicts"]["kv-shift"]
@@ -190,10 +178,3 @@ def test_prose_spells_kv_shift_in_one_way(page):
     allowed = r"^Validation loss: KV-shift lower by .*$"  # printed by the report, in docs/compare.md
     prose = re.sub(allowed, "", prose, flags=re.MULTILINE)
     assert re.findall(r"\b(?:KV-[Ss]hift\w*|kv shift|Kv.?[Ss]hift|KV Shift|kv-Shift|KVShift\w*)\b", prose) == []
-
-
-def test_every_help_spells_kv_shift_in_one_way():
-    files = [path for path in sorted((ROOT / "lab/src").rglob("*.py")) if re.search(r"options|_config$", path.stem)]
-    assert len(files) > 10
-    for path in files:
-        assert re.findall(r"KV-[Ss]hift|kv shift|KV Shift\b|\bKVShift\b", path.read_text(encoding="utf-8")) == [], path

@@ -63,15 +63,6 @@ def test_values_come_as_the_class_itself():
     assert read(Paint, args, **ABOUT, first=("colour.red",)) == expected
 
 
-@pytest.mark.parametrize("asked", ["-h", "--help", "--help-all"])
-def test_without_a_choice_every_help_lists_all_in_the_order_of_the_class(asked, capsys):
-    printed = shown(capsys, asked)
-    assert listed(printed) == ["--coats", "--brush", "--dry", "--colour.red", "--colour.green"]
-    assert "--help-all" not in printed
-    assert printed.startswith("usage: paint [-h] ")
-    assert "\n\nPaint a wall\n\nExample:\n  paint north --coats 2\n\n" in printed
-
-
 @pytest.mark.parametrize("asked", ["-h", "--help"])
 def test_the_chosen_come_alone_and_in_their_order(asked, capsys):
     printed = shown(capsys, asked, first=("colour.green", "coats"))
@@ -80,14 +71,6 @@ def test_the_chosen_come_alone_and_in_their_order(asked, capsys):
     assert "The most used options; paint --help-all lists all 5." in printed
     assert "Share of green. (default: 5)" in printed
     assert "How many coats. (required)" in printed
-
-
-def test_help_all_lists_every_option_once_the_chosen_first(capsys):
-    printed = shown(capsys, "--help-all", first=("colour.green", "coats"))
-    assert listed(printed) == ["--colour.green", "--coats", "--brush", "--dry", "--colour.red"]
-    assert "flat or round (default: flat)" in printed
-    assert " colour options" in printed
-    assert "Colour of the paint (any paint)." in printed
 
 
 def test_defaults_of_an_instance_are_shown_and_used(capsys):
@@ -113,26 +96,6 @@ def help_of(name: str, asked: str) -> str:
     return printed.getvalue()
 
 
-ARGUMENTS = {
-    "generate": "MODEL",
-    "eval": "MODEL [FILE ...]",
-    "reproduce": "[RECIPE]",
-    "analyze": "RUN",
-    "check": "MODEL",
-    "explore": "[MODEL ...]",
-    "retrofit": "MODEL OUT",
-    "export": "MODEL OUT",
-}
-
-
-@pytest.mark.parametrize("name", cli._COMMANDS)
-def test_help_says_what_a_command_does_and_takes_and_gives_an_example(name):
-    usage, _, printed = help_of(name, "--help").partition("\n\n")
-    assert usage.startswith(f"usage: kvshift {name} ")
-    assert usage.endswith(f" [OPTIONS] {ARGUMENTS[name]}" if name in ARGUMENTS else " [OPTIONS]")
-    assert printed.startswith(f"{cli._COMMANDS[name].summary}\n\nExample:\n  {cli._COMMANDS[name].example}\n")
-
-
 @pytest.mark.parametrize("name", [name for name, command in cli._COMMANDS.items() if command.first])
 def test_a_long_help_lists_the_most_used_options_and_help_all_begins_with_them(name):
     first = [f"--{option.replace('_', '-')}" for option in cli._COMMANDS[name].first]
@@ -140,11 +103,6 @@ def test_a_long_help_lists_the_most_used_options_and_help_all_begins_with_them(n
     assert listed(help_of(name, "--help")) == first == everything[: len(first)]
     assert len(everything) == len(set(everything)) > len(first)
     assert f"--help-all lists all {len(everything)}." in " ".join(help_of(name, "--help").split())
-
-
-@pytest.mark.parametrize("name", [name for name, command in cli._COMMANDS.items() if not command.first])
-def test_a_short_help_is_the_same_either_way(name):
-    assert help_of(name, "--help") == help_of(name, "--help-all")
 
 
 def test_an_abbreviation_is_answered_by_the_option_that_was_meant(capsys):
@@ -157,13 +115,3 @@ def test_an_abbreviation_is_answered_by_the_option_that_was_meant(capsys):
         "kvshift train: --layers is not an option; did you mean --model.num-hidden-layers?",
         "kvshift train: --optimizer.lr is not an option; did you mean --optimizer.learning-rate?",
     ]
-
-
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_colors_are_left_out_where_the_user_says_so(no_color, monkeypatch, capsys):
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    with pytest.raises(SystemExit):
-        read(Paint, ["--help"])
-    assert ("\x1b[" in capsys.readouterr().out) == (no_color == "")

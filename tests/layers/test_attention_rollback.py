@@ -67,14 +67,10 @@ def test_crop_of_more_than_a_sequence_has_seen_leaves_it_not_begun():
 def test_crop_beyond_the_state_is_refused(targets):
     layer = make(max_rollback=3, shift_targets=targets, shift_window=3)
     _, state = layer(tokens(B, T))
-    with pytest.raises(
-        ValueError, match=r"cannot crop 4 tokens: this state can take back 3; .* max_rollback=4 or more"
-    ):
+    with pytest.raises(ValueError, match=r"cannot crop 4 tokens: this state can take back 3; .* max_rollback=4"):
         state.crop(4)
     cropped = state.crop(2)
-    with pytest.raises(
-        ValueError, match=r"cannot crop 2 tokens: this state can take back 1; .* max_rollback=4 or more"
-    ):
+    with pytest.raises(ValueError, match=r"cannot crop 2 tokens: this state can take back 1; .* max_rollback=4"):
         cropped.crop(2)
     _, refilled = layer(tokens(B, 1), state=cropped)
     refilled.crop(2)

@@ -196,6 +196,9 @@ def test_a_recording_cache_refuses_packed_documents(model):
             model(random_tokens(1, 5), **{CACHE: recording_cache(model)}, **inputs)
 
 
+BATCH = {"input_ids": random_tokens(2, 5)}
+
+
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
@@ -213,20 +216,21 @@ def test_a_recording_cache_refuses_packed_documents(model):
         ({"position_ids": torch.arange(4)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 4\)"),
         ({"position_ids": torch.arange(6)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 6\)"),
         ({"position_ids": torch.arange(5)}, ValueError, r"position_ids must be \(1, 5\) .*, got \(5,\)"),
+        (BATCH | {"position_ids": torch.arange(5).expand(3, -1)}, ValueError, r"must be \(2, 5\) .*, got \(3, 5\)"),
+        (
+            BATCH | {"cu_seq_lens_q": torch.tensor([0, 2, 5])},
+            ValueError,
+            "cu_seq_lens_q needs .* got a batch of 2",
+        ),
+        ({CACHE: ()}, TypeError, f"{CACHE} must be a Cache of transformers or None, got tuple"),
+        ({CACHE: ((torch.zeros(1, 3, 2, 10),) * 2,) * 2}, TypeError, f"{CACHE} must be a Cache .* or None, got tuple"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("targets", [["k", "v"], []], ids=str)
-def test_malformed_boundaries(inputs: dict, error: type[Exception], message: str, targets: list[str]):
+def test_malformed_arguments(inputs: dict, error: type[Exception], message: str, targets: list[str]):
     with pytest.raises(error, match=message):
-        tiny_model(shift_targets=targets)(random_tokens(1, 5), **inputs)
-
-
-def test_malformed_boundaries_of_a_batch(model):
-    with pytest.raises(ValueError, match=r"position_ids must be \(2, 5\) like input_ids, or \(1, 5\), got \(3, 5\)"):
-        model(random_tokens(2, 5), position_ids=torch.arange(5).expand(3, -1))
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q needs all sequences packed into one row, got a batch of 2"):
-        model(random_tokens(2, 5), cu_seq_lens_q=torch.tensor([0, 2, 5]))
+        tiny_model(shift_targets=targets)(**{"input_ids": random_tokens(1, 5), **inputs})
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
@@ -245,14 +249,6 @@ def test_documents_in_a_prompt_that_is_fed_in_chunks(model):
         new_tokens_of(model, random_tokens(1, 5), position_ids=RESTART, **options)
     with pytest.raises(AssertionError, match="the model ran"):  # padding does not begin a document
         new_tokens_of(model, *left_padded([random_tokens(5), random_tokens(3)]), **options)
-
-
-@pytest.mark.parametrize("targets", [["k", "v"], []], ids=str)
-def test_a_tuple_as_cache(targets: list[str]):
-    model = tiny_model(shift_targets=targets)
-    for cache in ((), ((torch.zeros(1, 3, 2, 10),) * 2,) * 2):
-        with pytest.raises(TypeError, match=f"{CACHE} must be a Cache of transformers or None, got tuple"):
-            model(random_tokens(1, 5), **{CACHE: cache})
 
 
 def test_documents_in_a_cache_that_cannot_keep_where_the_last_began():

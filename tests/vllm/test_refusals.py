@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +79,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "max_model_len must be at most max_position_embeddings, 512, .* got 2048": ("llama-dynamic", {}),
     "architectures": ("llama", {"architectures": ["KVShiftLlamaForSequenceClassification"]}),
     "tie_word_embeddings": ("baichuan-m1", {"tie_word_embeddings": True}),
+    "shift_targets must be keys and values": ("q-shift", {}),
 }
 
 
@@ -98,35 +98,12 @@ def test_kv_heads_that_cannot_be_shared_out(checkpoint: Checkpoint, tmp_path: Pa
         EngineArgs(str(folder), skip_tokenizer_init=True, tensor_parallel_size=2).create_engine_config()
 
 
-def test_shifted_queries(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ValueError, match="shift_targets must be keys and values"):
-        EngineArgs(str(checkpoint("q-shift")), skip_tokenizer_init=True).create_engine_config()
-
-
 def test_a_family_that_is_not_served(tmp_path: Path) -> None:
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
     add_kv_shift(Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **heads))).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model_type must be one of .* got 'kvshift_gemma3_text'"):
         EngineArgs(str(tmp_path), skip_tokenizer_init=True).create_engine_config()
-
-
-def test_a_draft_model_of_another_window(checkpoint: Checkpoint) -> None:
-    """vLLM 0.32.0 gives a draft model the blocks of the first group of layers, whatever its own group."""
-    drafts = {"method": "draft_model", "model": str(checkpoint("draft")), "num_speculative_tokens": 2}
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "block_size": 32}
-    with pytest.raises(
-        ValueError, match="speculative_config: all layers of the model and of its draft model must have"
-    ):
-        LLM(str(checkpoint("mistral-sliding")), speculative_config=drafts, max_model_len=64, **options)
-
-
-def test_blocks_of_16_on_a_cpu(checkpoint: Checkpoint) -> None:
-    """vLLM's attention on a CPU takes multiples of 32."""
-    with pytest.raises(
-        ValueError, match=r"block_size must .* CPU_ATTN does not split, of \[MultipleOf\(32\)\] tokens; with 16, .* 16"
-    ):
-        LLM(str(checkpoint("llama")), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=16)
 
 
 def test_a_backend_whose_kernels_may_not_take_such_pages(
@@ -137,26 +114,6 @@ def test_a_backend_whose_kernels_may_not_take_such_pages(
         LLM(str(checkpoint("llama")), skip_tokenizer_init=True, dtype="float32", enforce_eager=True)
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_coefficients_of_other_heads(checkpoint: Checkpoint, tmp_path: Path, heads: int) -> None:
-    folder = changed(checkpoint("llama"), tmp_path / "changed", {})
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.self_attn.shift.alpha"] = torch.zeros(heads, 2)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    expected = re.escape(f"must have the shape (2, 2), one row for each KV head, got ({heads}, 2) from the checkpoint")
-    with pytest.raises(ValueError, match=expected):
-        LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
-
-
-def test_coefficients_that_are_not_finite(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = changed(checkpoint("llama"), tmp_path / "changed", {})
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.self_attn.shift.beta"][1, 0] = torch.nan
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"coefficients of model\.layers\.1\.self_attn\.shift must be finite"):
-        LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
-
-
 def changed(folder: Path, copy: Path, fields: dict[str, Any]) -> Path:
     """Return a copy of a model with other fields in its configuration."""
     shutil.copytree(folder, copy)
@@ -165,20 +122,45 @@ def changed(folder: Path, copy: Path, fields: dict[str, Any]) -> Path:
     return copy
 
 
+_ALPHA, _BETA = (f"model.layers.1.self_attn.shift.{name}" for name in ("alpha", "beta"))
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("name", "value", "reason"),
     [
-        ("missing", r"not initialized from checkpoint.*model\.layers\.1\.self_attn\.shift\.beta"),
-        ("NaN", r"coefficients of model\.layers\.1\.self_attn\.shift must be finite"),
+        (_ALPHA, torch.zeros(1, 2), r"must have the shape \(2, 2\), one row for each KV head, got \(1, 2\) from the"),
+        (_ALPHA, torch.zeros(3, 2), r"must have the shape \(2, 2\), one row for each KV head, got \(3, 2\) from the"),
+        (_BETA, None, r"not initialized from checkpoint.*model\.layers\.1\.self_attn\.shift\.beta"),
+        (_BETA, torch.full((2, 2), torch.nan), r"coefficients of model\.layers\.1\.self_attn\.shift must be finite"),
     ],
+    ids=["one head", "three heads", "missing", "NaN"],
 )
-def test_coefficients_of_a_checkpoint(change: str, reason: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.shift.beta"
+def test_coefficients_of_a_checkpoint(
+    name: str, value: torch.Tensor | None, reason: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     folder = changed(checkpoint("llama"), tmp_path / "changed", {})
     weights = load_file(folder / "model.safetensors")
-    beta = weights.pop(name)
-    if change == "NaN":
-        weights[name] = beta.fill_(torch.nan)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    del weights[name]
+    save_file(weights if value is None else weights | {name: value}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=reason):
-        LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=32)
+        LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
+
+
+_DRAFTS = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        # vLLM 0.32.0 gives a draft model the blocks of the first group of layers, whatever its own group.
+        ("mistral-sliding", {"speculative_config": _DRAFTS}, "speculative_config: all layers of the model and of its"),
+        # vLLM's attention on a CPU takes multiples of 32.
+        ("llama", {"block_size": 16}, r"block_size must .* of \[MultipleOf\(32\)\] tokens; with 16"),
+    ],
+)
+def test_blocks(model: str, options: dict[str, Any], message: str, checkpoint: Checkpoint) -> None:
+    if "speculative_config" in options:
+        options = {"speculative_config": _DRAFTS | {"model": str(checkpoint("draft"))}, "block_size": 32}
+    common = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
+    with pytest.raises(ValueError, match=message):
+        LLM(str(checkpoint(model)), **common, **options)

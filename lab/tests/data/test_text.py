@@ -174,21 +174,12 @@ def test_size_of_a_bpe_that_is_not_trained_does_not_matter(tmp_path, folder):
     assert tokens(load(tmp_path / "second", **options).train) == tokens(made.train)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.txt", ""),
-        ("a.txt", " \n\n\t"),
-        ("a.jsonl", ""),
-        ("a.jsonl", "\n"),
-        ("a.jsonl", '{"text": ""}\n{"text": null}\n{"text": " "}\n' * 20),
-    ],
-)
-def test_empty_corpus_is_refused(tmp_path, folder, name, content, streaming):
-    (folder / name).write_text(content)
-    with pytest.raises(LabError, match=r"a\..*: the text for .* does not fill one sequence of 256 tokens"):
-        load(tmp_path, corpus=str(folder / name), streaming=streaming)
+EMPTY = {
+    "empty.txt": "",
+    "blank.txt": " \n\n\t",
+    "empty.jsonl": "\n",
+    "nulls.jsonl": '{"text": ""}\n{"text": null}\n{"text": " "}\n' * 20,
+}
 
 
 @pytest.mark.parametrize(
@@ -199,11 +190,18 @@ def test_empty_corpus_is_refused(tmp_path, folder, name, content, streaming):
         ({"corpus": "b.txt", "validation": "a.txt"}, r"a\.txt: the text for validation does not fill"),
         ({"corpus": "b.txt", "validation_fraction": 0.01}, r"b\.txt: .* validation \(validation_fraction is 0\.01\)"),
         ({"corpus": "b.txt", "streaming": True}, r"b\.txt: .* training .*holds out the first 1000 documents"),
+        *(
+            ({"corpus": name, "streaming": streaming}, f"{name}: .* does not fill")
+            for name in EMPTY
+            for streaming in (0, 1)
+        ),
     ],
 )
 def test_text_too_short_for_a_sequence_is_refused(tmp_path, folder, monkeypatch, options, message):
     (folder / "a.txt").write_text("zxjv")  # five tokens: four letters and the end of text
     (folder / "b.txt").write_text("b" * 100)
+    for name, content in EMPTY.items():
+        (folder / name).write_text(content)
     monkeypatch.chdir(folder)
     with pytest.raises(LabError, match=message):
         load(tmp_path, vocab_size=257, sequence_length=6, **options)

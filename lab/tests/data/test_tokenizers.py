@@ -174,41 +174,29 @@ def test_half_saved_tokenizer_is_never_seen(tmp_path, monkeypatch):
     assert make_tokenizer(config, train_documents(), tmp_path / "tokenizer").get_vocab() == TOKENIZER.get_vocab()
 
 
+def without_end_of_text(text: str) -> str:
+    return json.dumps({name: value for name, value in json.loads(text).items() if name != "eos_token"})
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("made_from.json", lambda text: "{", r"made_from\.json"),
+        ("tokenizer.json", lambda text: text[:1000], "cannot load .*, as a folder or from the hub"),
+        ("tokenizer_config.json", without_end_of_text, r"has no end-of-text token \(eos_token\)"),
+    ],
+)
+def test_damaged_tokenizer_is_named(tmp_path, file, change, message):
+    make_tokenizer(DataConfig(vocab_size=293), train_documents(), tmp_path)
+    (tmp_path / file).write_text(change((tmp_path / file).read_text()))
+
+    with pytest.raises(LabError, match=message):
+        make_tokenizer(DataConfig(vocab_size=293), train_documents(), tmp_path)
+
+
 def test_folder_that_is_taken_by_something_else_is_refused(tmp_path):
     (tmp_path / "notes").write_text("mine")
 
     with pytest.raises(LabError, match="cannot save the tokenizer"):
         make_tokenizer(DataConfig(vocab_size=293), train_documents(), tmp_path)
     assert (tmp_path / "notes").read_text() == "mine"
-
-
-def test_damaged_record_is_named(tmp_path):
-    make_tokenizer(DataConfig(vocab_size=293), train_documents(), tmp_path)
-    (tmp_path / "made_from.json").write_text("{")
-
-    with pytest.raises(LabError, match=r"made_from\.json"):
-        make_tokenizer(DataConfig(vocab_size=293), train_documents(), tmp_path)
-
-
-def test_missing_tokenizer_is_named():
-    with pytest.raises(LabError, match="cannot load 'no/such-tokenizer', as a folder or from the hub"):
-        load_tokenizer("no/such-tokenizer")
-
-
-def test_damaged_tokenizer_is_named(tmp_path):
-    TOKENIZER.save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(path.read_text()[:1000])
-
-    with pytest.raises(LabError, match="cannot load"):
-        load_tokenizer(tmp_path)
-
-
-def test_tokenizer_without_end_of_text_is_refused(tmp_path):
-    TOKENIZER.save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    del settings["eos_token"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-
-    with pytest.raises(LabError, match=r"has no end-of-text token \(eos_token\)"):
-        load_tokenizer(tmp_path)

@@ -93,11 +93,6 @@ def test_a_flow_that_stays_above_the_square_would_fail(records: dict[str, Record
     assert verdicts(records)[5] == "fails"
 
 
-def test_the_figure_ends_where_the_flow_does(records: dict[str, Record]) -> None:
-    figure = RECIPE.plot([*records.values()])
-    assert figure.axes[-1].lines[1].get_ydata()[-1] == records["flow"].result["flows"][2]["coefficients"][-1][1]
-
-
 def test_what_is_drawn_is_the_field_to_five_digits_on_its_own_grid() -> None:
     panels = as_kept(compute_fields(FieldConfig(form="exact", points=3, drawn=31, starts=1)))["panels"]
     drawn, field = Field.from_json(panels["T = 4"]["drawn"]), loss_field(exact(4), 31)

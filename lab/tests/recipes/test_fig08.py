@@ -169,15 +169,6 @@ def test_published_errors_are_met_by_the_spread_of_our_seeds():
     assert "published" not in RECIPE.claims(records("laptop", 3, [0.1] * 3, [0.2] * 3))[-1].statement
 
 
-def test_published_curves_stand_beside_runs_of_their_size_alone():
-    given = [*records("paper", 3, [0.1, 0.2], [0.3, 0.3]), *records("paper", 2, [0.1, 0.2], [0.3, 0.3])]
-    for axes, layers in zip(RECIPE.plot(given).axes, (2, 3), strict=True):
-        assert len(axes.lines) == 5
-        assert tuple(axes.lines[-1].get_ydata()) == PUBLISHED[layers]
-    (axes,) = RECIPE.plot(records("laptop", 3, [0.1], [0.3])).axes
-    assert len(axes.lines) == 2
-
-
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
     assert job.arm.label == "vanilla, 2 layers"

@@ -12,10 +12,9 @@ import pytest
 
 from kvshift_lab.core.errors import RunFailedError
 from kvshift_lab.recipes.catalogue import CATALOGUE, find_recipe
-from kvshift_lab.recipes.language_models import STUDY, lm_figures
+from kvshift_lab.recipes.language_models import STUDY
 from kvshift_lab.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift_lab.recipes.language_models.settings import TABLES, GridPoint, arm_at
-from kvshift_lab.recipes.results_pages import complete_presets, results_page
 from kvshift_lab.recipes.tables import study as tables
 from kvshift_lab.study.cost import count_parameters
 from kvshift_lab.study.jobs import StudyJob
@@ -145,21 +144,6 @@ def test_the_papers_tables_are_whole() -> None:
     }
     wins = [LOSSES["kv-shift"][cell] < loss for cell, loss in LOSSES["vanilla"].items()]
     assert wins.count(True) == 26  # of 30 cells, counted in the printed tables
-
-
-def test_a_table_stands_beside_the_papers_cell_by_cell() -> None:
-    records = [*paper_grid("vanilla"), *paper_grid("kv-shift")]
-    text = tables.side_by_side(records, "kv-shift")
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert rows[0][1:] == [f"12 layers, {length} tokens" for length in LENGTHS[:-1]] + ["12 layers, 4096 tokens |"]
-    assert rows[1][0] == "| 0.0001 (0.0001)"
-    assert rows[1][1] == "3.7689 (3.7689)"
-    assert rows[5][3] == "3.2983 (3.2983)"
-    assert rows[7][:2] == ["| own best, mean over seeds", "3.3000 (3.4381)"]
-    assert tables.correlations(records, "kv-shift") == (
-        "Spearman's rank correlation with the paper's cells, KV-shift: of the losses 1.00 (30 cells); "
-        "of the differences from vanilla 1.00 (30 cells)."
-    )
 
 
 def test_cells_in_the_opposite_order_correlate_at_minus_one() -> None:
@@ -331,20 +315,6 @@ def test_baselines_can_be_built(name: str) -> None:
     assert variants
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"), [("fig07b", "kv-shift-window-3"), ("fig10", "kv-shift-gate")], ids=["fig07b", "fig10"]
-)
-def test_figures_are_drawn_from_records(name: str, variant: str) -> None:
-    records = []
-    for job in find_recipe(name).jobs("laptop", range(3)):
-        trained, point = str(job.arm.variant), GridPoint(job.arm.layers or 0, job.arm.length or 0)
-        records.append(made(trained, point, 3 + 0.01 * len(trained), seed=job.seed))
-    panels = find_recipe(name).plot(records).axes
-    lines = [next(iter(each)) for each in panels[0].containers if each.get_label() == VARIANTS[variant].label]
-    minus_vanilla = 0.01 * (len(variant) - len("vanilla"))
-    assert [list(line.get_ydata()) for line in lines] == [pytest.approx([minus_vanilla] * 2)]
-
-
 @pytest.mark.slow
 def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -364,11 +334,3 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
     monkeypatch.setattr("kvshift_lab.study.jobs.train", full)
     with pytest.raises(RunFailedError, match="no space"):
         job.run(tmp_path / "other")
-
-
-def test_the_page_says_what_was_not_run(tmp_path: Path) -> None:
-    text = results_page([each.claims for each in complete_presets(tmp_path)])
-    assert "## Not run yet" in text
-    assert all(name in text.partition("## Not run yet")[2] for name in CATALOGUE)
-    assert "|\n| [" not in text  # no row with a verdict
-    assert lm_figures.MARGIN == 0.01

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvshift_lab.recipes.tab04 import study as tab04
@@ -131,18 +130,6 @@ def test_a_miniature_is_not_compared_with_print():
     (claim,) = RECIPE.claims(records("Tr2-Te3", [0.3, 0.31], [0.2, 0.22]))
     assert claim.paper.endswith("(Tr12-Te15)")
     assert "miniature" in claim.note
-
-
-def test_the_figure_has_both_models_and_what_is_in_print():
-    given = [*records("Tr21-Te24", [0.9, 0.8], [0.7, 0.9]), *records("Tr12-Te15", [0.6, 0.5], [0.4, 0.3])]
-    left, *right = RECIPE.plot(given).axes
-    crosses = sorted(np.asarray(line.get_ydata()).item() for line in left.lines if line.get_marker() == "x")
-    assert crosses == sorted(share for shares in tab04.PAPER_SHARES.values() for share in shares.values())
-    small = RECIPE.plot(records("Tr2-Te3", [0.3], [0.2])).axes
-    assert not any(line.get_marker() == "x" for line in small[0].lines)
-    for axes, chance in ((right[0], 1 / 23), (small[1], 1 / 5)):
-        (line,) = [one for one in axes.lines if one.get_label() == "chance"]
-        assert np.asarray(line.get_ydata()).tolist() == [chance, chance]
 
 
 def test_a_run_of_smoke(tmp_path: Path):

@@ -67,11 +67,3 @@ def test_the_table_counts_by_layer_over_seeds() -> None:
     assert rows["| all"][:4] == ["33", "0", "7", "0"]
     assert rows["| the paper's 2.9B"] == [str(count) for count in CELLS.values()]
     assert sum(CELLS.values()) == 128
-
-
-def test_the_figure_shows_training() -> None:
-    panels = RECIPE.plot([record(16, 0), record(17, 1)]).axes
-    shown = [list(axes.lines[0].get_ydata()) for axes in panels]  # type: ignore[arg-type]
-    expected = [[0.5, 0.8], [10 / 80, 4 / 80], [0.0, 0.0], [0.6 * 10 / 20, 0.6 * 4 / 20]]
-    for got, values in zip(shown, expected, strict=True):
-        assert got == pytest.approx(values)

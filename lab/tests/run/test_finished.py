@@ -91,28 +91,32 @@ def test_tasks_are_learned_with_it(name: str, size: ModelConfig | GPT2Options, t
     assert loaded(input_ids=torch.zeros(1, 16, dtype=torch.long)).logits.isfinite().all()
 
 
-def test_what_does_not_take_it_says_so(corpus: Path, finished: Path, tmp_path: Path) -> None:
-    with pytest.raises(LabError, match=r"model\.variant is 'smear', but init_from supports only vanilla and kv-shift"):
-        train(tiny(corpus, tmp_path, model={"variant": "smear", "hidden_size": None}, init_from=str(finished)))
-    with pytest.raises(
-        LabError, match=r"model\.zero_outputs sets initial weights, but init_from \(.*\) provides all of them"
-    ):
-        train(tiny(corpus, tmp_path, model={"zero_outputs": True, "hidden_size": None}, init_from=str(finished)))
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"variant": "smear"}, r"model\.variant is 'smear', but init_from supports only vanilla and kv-shift"),
+        ({"zero_outputs": True}, r"model\.zero_outputs sets initial weights, but init_from .* provides all of them"),
+    ],
+)
+def test_what_does_not_take_it_says_so(model: dict, message: str, corpus: Path, finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=message):
+        train(tiny(corpus, tmp_path, model={"hidden_size": None, **model}, init_from=str(finished)))
 
 
-def test_run_folders_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(LabError, match=r"no finished run \(it has no result\.json\)"):
-        read_run(tmp_path)
-    folder = write_run(tmp_path / "run")
-    (folder / "metrics.jsonl").write_text('{"kind":"train"}\n{"kind":\n')
-    with pytest.raises(LabError, match=r"metrics\.jsonl:2: not a line of JSON"):
-        read_run(folder)
-    (folder / "metrics.jsonl").unlink()
-    with pytest.raises(LabError, match=r"metrics\.jsonl: cannot be read"):
-        read_run(folder)
-    (folder / "environment.json").write_text("{")
-    with pytest.raises(LabError, match=r"environment\.json: cannot be read"):
-        read_run(folder)
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("result.json", None, r"no finished run \(it has no result\.json\)"),
+        ("metrics.jsonl", '{"kind":"train"}\n{"kind":\n', r"metrics\.jsonl:2: not a line of JSON"),
+        ("metrics.jsonl", None, r"metrics\.jsonl: cannot be read"),
+        ("environment.json", "{", r"environment\.json: cannot be read"),
+    ],
+)
+def test_run_folders_that_cannot_be_read(file: str, content: str | None, message: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / file).unlink() if content is None else (run / file).write_text(content)
+    with pytest.raises(LabError, match=message):
+        read_run(run)
 
 
 def test_the_last_coefficients_count(tmp_path: Path) -> None:

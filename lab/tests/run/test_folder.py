@@ -95,11 +95,3 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path, end):
     with closing(Metrics(path, up_to_step=2)) as lines:
         lines.write(kind="eval", step=4)
     assert path.read_text() == "".join(f'{{"kind": "eval", "step": {step}}}\n' for step in (1, 2, 4))
-
-
-def test_metrics_that_do_not_fit(finished, corpus, tmp_path):
-    out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
-    with disk_of((out / "metrics.jsonl").stat().st_size - 7), pytest.raises(RunFailedError, match="writing failed: "):
-        train(tiny(corpus, out))
-    train(tiny(corpus, out))
-    assert_same_run(out, finished)

@@ -20,7 +20,6 @@ from kvshift_lab.run.repeat_config import RepeatConfig
 
 N = 11
 T = 2 * N
-VOCAB = 13
 
 
 def look_back(back):

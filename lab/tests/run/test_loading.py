@@ -56,16 +56,17 @@ def test_a_run_stands_for_its_newest_checkpoint_and_then_its_model(run_folder: P
     assert said(run_folder) == ((str(run_folder / "model"), str(run_folder / "model")), [])
 
 
-def test_no_checkpoint_is_whole(run_folder: Path) -> None:
-    for mark in run_folder.glob("*/complete"):
-        mark.unlink()
-    with pytest.raises(LabError, match="none of its 3 checkpoints is complete"):
-        said(run_folder)
-
-
-def test_a_checkpoint_without_tokenizer(run_folder: Path) -> None:
-    shutil.rmtree(run_folder / "tokenizer")
-    with pytest.raises(LabError, match=r"checkpoint-100 has no tokenizer, and .*tokenizer has none either"):
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("*/complete", "none of its 3 checkpoints is complete"),
+        ("tokenizer/*", "checkpoint-100 has no tokenizer, and .*tokenizer has none either"),
+    ],
+)
+def test_a_run_without_a_part_is_refused(lost: str, message: str, run_folder: Path) -> None:
+    for path in run_folder.glob(lost):
+        path.unlink()
+    with pytest.raises(LabError, match=message):
         said(run_folder)
 
 
@@ -120,10 +121,7 @@ def test_no_command_shows_bars_or_tables_of_loading(command: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            {"model.norm.weight": torch.zeros(3)},
-            r": model\.norm\.weight has the shape \[3\], expected \[\d+\] \(config",
-        ),
+        ({"model.norm.weight": torch.zeros(3)}, r"model\.norm\.weight has the shape \[3\], expected \[\d+\]"),
         ({"model.norm.weight": torch.full((40,), torch.nan)}, r"model\.norm\.weight has numbers that are not finite"),
         ({"model.norm.weight": torch.full((40,), torch.inf)}, r"model\.norm\.weight has numbers that are not finite"),
         ({SHIFT: None}, rf"lacks 1 weights, such as {re.escape(SHIFT)}"),
@@ -142,10 +140,7 @@ def test_weights_that_do_not_fit_are_named(change: dict, said: str, model_folder
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (
-            {"num_attention_heads": 13},
-            r"ValueError: The hidden size \(\d+\) is not a multiple of the number of attention",
-        ),
+        ({"num_attention_heads": 13}, r"ValueError: The hidden size \(\d+\) is not a multiple of the number of"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"num_attention_heads": 0}, "a value in its config.json is invalid .ZeroDivisionError"),
         # Before 5.24, transformers' own validation refuses these.
@@ -174,9 +169,7 @@ def test_a_pickled_checkpoint_is_not_loaded(model_folder: Path, tmp_path: Path) 
 def test_a_tokenizer_of_another_model(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "other")
     train_bpe(iter([*TEXT, "quite a few more words for a larger vocabulary of tokens"]), 300).save_pretrained(folder)
-    with pytest.raises(
-        LabError, match=r"tokenizer .* does not fit the model: its ids go up to \d+, the model's up to 276"
-    ):
+    with pytest.raises(LabError, match=r"tokenizer .* its ids go up to \d+, the model's up to 276"):
         load_model(str(folder), log=print)
 
 
@@ -201,12 +194,10 @@ def test_a_configuration_that_is_not_json(place: str, tmp_path: Path) -> None:
             said(tmp_path)
 
 
-def test_wrong_device(model_folder: Path) -> None:
-    for name in ("gpu", "cuda:99"):
-        with pytest.raises(
-            LabError, match=f"device must be auto, cpu, or an accelerator of this machine; got '{name}'"
-        ):
-            load_model(str(model_folder), device=name, log=print)
+@pytest.mark.parametrize("name", ["gpu", "cuda:99"])
+def test_wrong_device(name: str, model_folder: Path) -> None:
+    with pytest.raises(LabError, match=f"device must be auto, cpu, or an accelerator .*; got '{name}'"):
+        load_model(str(model_folder), device=name, log=print)
 
 
 def test_a_bfloat16_model_keeps_its_coefficients(model_folder: Path) -> None:

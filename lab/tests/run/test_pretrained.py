@@ -183,20 +183,32 @@ def base_of(source: Path, **model) -> dict:
         ({"hidden_size": 32}, r"model\.hidden_size is 32, but the model of init_from \(.*\) has 24"),
         ({"shift_window": 3}, r"model\.shift_window is 3, but the model of init_from \(.*\) has 2"),
         ({"shift_targets": ()}, r"model\.shift_targets is \(\), but the model of init_from \(.*\) has \('k', 'v'\)"),
-        (
-            {"shift_init": "identity"},
-            r"model\.shift_init is 'identity', but the model of init_from \(.*\) has 'uniform'",
-        ),
+        ({"shift_init": "identity"}, r"model\.shift_init is 'identity', but the model of init_from .* has 'uniform'"),
         ({"rope_theta": 5.0}, r"model\.rope_theta is 5\.0, but the model of init_from \(.*\) has 10000\.0"),
         ({"sliding_window": 8}, r"model\.sliding_window is 8, but the model of init_from \(.*\) has None"),
         ({"size": "1.5B"}, r"model\.size \(1\.5B\) and init_from \(.*\) cannot both be given"),
         ({"config": Path("m.json")}, r"model\.config \(m\.json\) and init_from \(.*\) cannot both be given"),
+        ({"qk_norm": True}, r"model\.qk_norm is True, but the model of init_from \(.*\) has False"),
     ],
     ids=str,
 )
 def test_options_that_contradict_the_model_are_named(finished, model, said):
     with pytest.raises(LabError, match=said):
         base_of(finished, **model)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"shift_init": "identity"}, r"model\.shift_init is 'identity'.* has no shift: give model\.shift_targets"),
+        ({"shift_targets": ("v",), "shift_init": "uniform"}, r"model\.shift_init is 'uniform'.*expected identity"),
+        ({"shift_targets": ("v",), "shift_constraint": "gate"}, r"model\.shift_constraint is 'gate'.*expected free or"),
+    ],
+    ids=str,
+)
+def test_a_shift_that_a_llama_cannot_start_with(plain, model, said):
+    with pytest.raises(LabError, match=said):
+        base_of(plain, **model)
 
 
 def test_options_that_agree_with_the_model_may_be_given(finished, plain):
@@ -208,47 +220,34 @@ def test_options_that_agree_with_the_model_may_be_given(finished, plain):
     assert base_of(plain)["shift_targets"] == []
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ({"shift_init": "identity"}, r"model\.shift_init is 'identity'.* has no shift: give model\.shift_targets"),
-        ({"shift_targets": ("v",), "shift_init": "uniform"}, r"model\.shift_init is 'uniform'.*expected identity"),
-        ({"shift_targets": ("v",), "shift_constraint": "gate"}, r"model\.shift_constraint is 'gate'.*expected free or"),
-        ({"qk_norm": True}, r"model\.qk_norm is True, but the model of init_from \(.*\) has False"),
-    ],
-    ids=str,
-)
-def test_a_shift_that_a_llama_cannot_start_with(plain, model, said):
-    with pytest.raises(LabError, match=said):
-        base_of(plain, **model)
-
-
 def test_another_tokenizer_is_refused(finished, corpus, tmp_path):
     config = tuned(corpus, tmp_path / "run", finished)
     with pytest.raises(LabError, match=r"data\.tokenizer is 'gpt2', but the model of init_from \(.*\) has its own"):
         train(replace(config, data=replace(config.data, tokenizer="gpt2")))
 
 
-def test_what_is_no_llama_is_named(plain, corpus, tmp_path):
-    with pytest.raises(LabError, match=r"init_from: there is no folder .*absent/model"):
-        train(tuned(corpus, tmp_path / "run", tmp_path / "absent" / "model"))
-    other = tmp_path / "other"
-    shutil.copytree(plain, other)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, "other has model_type 'mistral'; expected llama, kvshift_llama"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "other is quantized"),
+        ({"num_hidden_layers": 3}, r"other lacks \d+ weights, such as model\.layers\.2"),
+        ({"num_hidden_layers": 1}, r"other has \d+ weights that Llama does not have, such as model\.layers\.1"),
+        ({"hidden_act": 7}, "the configuration of .*other cannot be read"),
+    ],
+)
+def test_what_is_no_llama_is_named(plain, corpus, tmp_path, change, message):
+    other = shutil.copytree(plain, tmp_path / "other")
     values = json.loads((other / "config.json").read_text())
-    for change, said in (
-        ({"model_type": "mistral"}, r"init_from: .*other has model_type 'mistral'; expected llama, kvshift_llama"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"init_from: .*other is quantized"),
-        ({"num_hidden_layers": 3}, r"init_from: .*other lacks \d+ weights, such as model\.layers\.2"),
-        (
-            {"num_hidden_layers": 1},
-            r"init_from: .*other has \d+ weights that Llama does not have, such as model\.layers\.1",
-        ),
-        ({"hidden_act": 7}, "init_from: the configuration of .*other cannot be read"),
-    ):
-        (other / "config.json").write_text(json.dumps({**values, **change}))
-        with pytest.raises(LabError, match=said):
-            train(tuned(corpus, tmp_path / "run", other))
+    (other / "config.json").write_text(json.dumps({**values, **change}))
+    with pytest.raises(LabError, match=f"init_from: .*{message}"):
+        train(tuned(corpus, tmp_path / "run", other))
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(LabError, match=r"init_from: there is no folder .*absent/model"):
+        base_of(tmp_path / "absent" / "model")
 
 
 def test_weights_that_are_not_finite_are_named(plain, corpus, tmp_path):

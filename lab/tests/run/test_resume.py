@@ -3,17 +3,14 @@
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.data.tokenizers import train_bpe
 from kvshift_lab.run.callbacks import GracefulStop, InterruptedRunError
 from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import TrainConfig
@@ -158,9 +155,7 @@ def test_lines_after_a_signal_are_those_of_a_run_without_one(corpus, tmp_path, m
     monkeypatch.setattr(GracefulStop, "on_step_end", told_to_leave)
     config = tiny(corpus, tmp_path / "run", **spread)
     while left:
-        with pytest.raises(
-            InterruptedRunError, match=f"stopped after step {left[0]}; checkpoint-{left[0]} is complete"
-        ):
+        with pytest.raises(InterruptedRunError, match=f"after step {left[0]}; checkpoint-{left[0]} is complete"):
             train(config)
         left.pop(0)
     train(config)
@@ -174,10 +169,7 @@ def test_lines_after_a_signal_are_those_of_a_run_without_one(corpus, tmp_path, m
         ({"steps": 11}, "steps: recorded 12, given 11"),
         ({"eval_rows": None}, "eval_rows: recorded 11, given None"),
         ({"tokens_per_step": 296}, "tokens_per_step: recorded 148, given 296"),
-        (
-            {"model": {"hidden_size": 24, "num_attention_heads": 2, "shift_targets": ()}},
-            r"model.shift_targets: recorded \['k', 'v'\], given \[\]",
-        ),
+        ({"model": {"shift_targets": ()}}, r"model.shift_targets: recorded \['k', 'v'\], given \[\]"),
     ],
     ids=["steps", "eval_rows", "tokens", "targets"],
 )
@@ -199,28 +191,3 @@ def test_model_left_open_is_compared_once_it_is_known(finished, corpus, tmp_path
     (out / "result.json").unlink()
     with pytest.raises(LabError, match=r"model.num_hidden_layers: recorded 3, given 2"):
         train(tiny(corpus, out, steps=1))
-
-
-def test_other_text_is_refused(finished, tmp_path):
-    text = write_corpus(tmp_path / "text.jsonl")
-    config = replace(tiny(text, tmp_path / "run", steps=1))
-    train(config)
-    (config.out / "result.json").unlink()
-    lines = text.read_text().splitlines()
-    text.write_text("\n".join(lines[:-9] + lines[:9]))
-    with pytest.raises(LabError, match=r"other options or inputs:\n  data\.corpus: "):
-        train(config)
-
-
-def test_other_tokenizer_is_refused(finished, corpus, tmp_path):
-    """The user's own tokenizer is replaced by another between two starts."""
-    mine, out = tmp_path / "mine", tmp_path / "run"
-    shutil.copytree(finished / "tokenizer", mine)
-    config = tiny(corpus, out, steps=1)
-    config = replace(config, data=replace(config.data, tokenizer=str(mine)))
-    train(config)
-    (out / "result.json").unlink()
-    shutil.rmtree(out / "tokenizer")
-    train_bpe(iter(["another text"]), 293).save_pretrained(mine)
-    with pytest.raises(LabError, match="tokenizer"):
-        train(config)

@@ -213,10 +213,7 @@ def test_early_stopping_counts_consecutive_evaluations() -> None:
         ({"questions": 3}, "questions must be 0 for the task induction, which has none; got 3"),
         ({"questions": -1}, "questions must be 0 or more, got -1"),
         ({"eval_rows": None}, "eval_rows must be a number for a task with infinitely many sequences, got None"),
-        (
-            {"task": NGramConfig(vocab_size=5, pairs=13), "final_eval_rows": 7},
-            "final_eval_rows must be None for the task ngram, whose evaluations use all of its sequences; got 7",
-        ),
+        ({"task": NGramConfig(), "final_eval_rows": 7}, "final_eval_rows must be None for the task ngram, .*; got 7"),
         ({"device": "cuda"}, "device is cuda, but PyTorch sees no GPU"),
     ],
     ids=lambda value: next(iter(value)) + str(next(iter(value.values()))) if isinstance(value, dict) else "",

@@ -103,10 +103,6 @@ def test_an_interruption_stops_the_sweep(tmp_path: Path) -> None:
     assert runs(tmp_path / "well") == 0
 
 
-def test_no_jobs() -> None:
-    assert sweep([], workers=2) == []
-
-
 @pytest.mark.slow
 def test_sigterm_ends_the_workers_too(tmp_path: Path) -> None:
     """A scheduler signals one process only; otherwise, the workers would continue, and keep their folders locked."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from kvshift_lab.check import PROPERTIES
 from kvshift_lab.cli import main
 
 SIZES = {
@@ -36,11 +35,7 @@ def llama(tmp_path_factory):
 def test_nothing_wrong_is_0(llama, capsys):
     assert main(["check", str(llama), *FEW]) == 0
     printed = capsys.readouterr()
-    lines = printed.out.splitlines()
-    assert lines[0].startswith("LlamaForCausalLM (llama), float32 on cpu, sdpa; transformers 5.")
-    assert [line.split("  ")[0] for line in lines[2:6]] == ["property", *FEW[1:]]
-    assert lines[5].endswith("seq_idx has no effect")
-    assert lines[-1] == "checked in float32; the model is saved in bfloat16"
+    assert "checked in float32; the model is saved in bfloat16" in printed.out
     assert "kvshift check: documents: seq_idx: not supported" in printed.err
 
 
@@ -81,30 +76,23 @@ def refused(capsys, *arguments: str) -> str:
     return printed.err.splitlines()[-1].removeprefix("kvshift check: ")
 
 
-def test_bad_input_is_named(llama, tmp_path, capsys):
-    assert refused(capsys, str(tmp_path / "no")) == f"model: there is no folder {tmp_path / 'no'}"
-    assert "neither a model (no config.json with a model_type) nor a run" in refused(capsys, str(tmp_path))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--length", "5"], "length must be 12 or more, got 5"),
+        (["--properties", "causalty"], "no property 'causalty'; did you mean causality?"),
+        (["--output", "no/x"], "output must be a file in a folder"),
+        (["--attn-implementation", "fast"], "fast"),
+    ],
+)
+def test_bad_options_are_named(options, message, llama, capsys):
+    assert message in refused(capsys, str(llama), *options)
+
+
+def test_a_model_of_another_kind_is_named(tmp_path, capsys):
     t5 = T5Config(vocab_size=61, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
     assert "T5Config" in refused(capsys, str(tmp_path / "t5"))
-    name = str(llama)
-    assert refused(capsys, name, "--length", "5") == "length must be 12 or more, got 5"
-    assert refused(capsys, name, "--length", "30").startswith("length must be at most 24 for a model with max_")
-    assert refused(capsys, name, "--properties", "causalty").endswith("no property 'causalty'; did you mean causality?")
-    assert refused(capsys, name, "--output", str(tmp_path / "no" / "x")).startswith("output must be a file in a folder")
-    assert "fast" in refused(capsys, name, "--attn-implementation", "fast")
-
-
-@pytest.mark.parametrize("damage", ["cut off", "missing"])
-def test_a_shard_that_is_not_whole_is_named(llama, tmp_path, capsys, damage):
-    folder = tmp_path / "model"
-    shutil.copytree(llama, folder)
-    shard = sorted(folder.glob("model-*.safetensors"))[1]
-    if damage == "missing":
-        shard.unlink()
-    else:
-        shard.write_bytes(shard.read_bytes()[:-100])
-    assert refused(capsys, str(folder)).startswith(f"model: {folder} could not be loaded: ")
 
 
 REMOTE = """
@@ -134,13 +122,6 @@ def test_remote_code(llama, tmp_path, capsys):
     assert "custom code" in refused(capsys, str(folder))
     assert main(["check", str(folder), "--trust-remote-code", "--properties", "batch", "causality"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "kvshift check: 1 of 2 properties are wrong: batch"
-
-
-@pytest.mark.slow
-def test_all_properties_have_a_line(llama, capsys):
-    assert main(["check", str(llama)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines[3 : 3 + len(PROPERTIES)]] == list(PROPERTIES)
 
 
 def test_the_program_of_the_page_runs(capsys):

@@ -41,29 +41,6 @@ def test_one_seed(tmp_path):
     json.dumps(summary, allow_nan=False)
 
 
-def test_table_of_one_seed(tmp_path):
-    write_pair(tmp_path, gain=0.1)
-    summary = summarize(records(tmp_path, [0]), STEP_TIME)
-    rows = table(summary)
-    assert rows[0] == ("", "vanilla", "KV-shift", "difference or ratio")
-    loss = 2 + 3 * math.exp(-3)
-    assert cells(rows, "validation loss")[:2] == (f"{loss:.4f} ± 0.0130", "2.0543 ± 0.0130")
-    assert cells(rows, "validation loss")[2].startswith("-0.0950 ± 0.000")
-    assert cells(rows, "perplexity") == (
-        f"{math.exp(loss):.2f} ± {math.exp(loss) * 0.013:.2f}",
-        "7.80 ± 0.10",
-        "× 0.9094",
-    )
-    assert cells(rows, "steps to vanilla's final loss") == ("60", "51", "× 0.84")
-    assert cells(rows, "tokens to vanilla's final loss") == ("21,120", "17,779", "× 0.84")
-    assert cells(rows, "time of a step") == ("31.0 ms", "37.0 ms", "× 1.190 (quartiles 1.170 to 1.230)")
-    assert cells(rows, "peak memory") == ("500 MiB", "505 MiB", "× 1.010")
-    assert cells(rows, "parameters") == ("5,003", "5,027", "+24")
-    assert "7 sequences" in legend(summary)
-    assert "median of the ratios of single rounds" in legend(summary), "31.0 to 37.0 ms is not × 1.190"
-    assert "rounds" not in legend({**summary, "step_time": None})
-
-
 def test_several_seeds(tmp_path):
     for seed, gain in enumerate((0.1, 0.11, 0.12)):
         write_pair(tmp_path, seed=seed, gain=gain)

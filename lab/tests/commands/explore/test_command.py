@@ -29,11 +29,6 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: Any,
     return capsys.readouterr().err
 
 
-def test_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    model = save_model(tmp_path / "model")
-    assert f"{model} has no tokenizer" in refused(capsys, tmp_path, model)
-
-
 def test_a_tokenizer_that_the_page_cannot_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = with_tokenizer(tmp_path / "model")
     path = model / "tokenizer.json"
@@ -56,20 +51,31 @@ def test_models_with_different_tokenizers(tmp_path: Path, capsys: pytest.Capture
     assert f"{one} and {other} have different tokenizers" in refused(capsys, tmp_path, one, other)
 
 
-def test_more_than_a_page_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [("_MOST", 1e4, "the weights must take at most"), ("_COPIES", 1e12, "not enough memory")],
+)
+def test_more_than_a_page_or_this_machine_can_hold(
+    limit: str, value: float, message: str, tmp_path: Path, capsys, monkeypatch
+):
     model = with_tokenizer(tmp_path / "model")
     monkeypatch.setattr(command, "_LARGE", 1e3)
-    monkeypatch.setattr(command, "_MOST", 1e4)
-    message = refused(capsys, tmp_path, model)
-    assert "in the browser" in message.splitlines()[0]  # printed before the refusal
-    assert "the weights must take at most" in message
+    monkeypatch.setattr(command, limit, value)
+    assert message in refused(capsys, tmp_path, model)
 
 
-def test_too_little_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    model = with_tokenizer(tmp_path / "model")
-    monkeypatch.setattr(command, "_LARGE", 1e3)
-    monkeypatch.setattr(command, "_COPIES", 1e12)
-    assert "not enough memory" in refused(capsys, tmp_path, model)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "b", "c"], "models must be one or two"),
+        (["a", "--port", "70000"], "port must be between"),
+        (["a", "--port", "8000"], "port has no effect without open"),
+        (["--open", "--text", "to be"], "text has no effect without models"),
+        (["--open"], "give one or two, or --open with the folder of an existing page"),
+    ],
+)
+def test_options(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert message in refused(capsys, tmp_path, *arguments)
 
 
 def test_the_explanation_needs_its_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -77,15 +83,3 @@ def test_the_explanation_needs_its_two_models(tmp_path: Path, capsys: pytest.Cap
     assert "explain needs two models" in refused(capsys, tmp_path, one, "--explain")
     message = refused(capsys, tmp_path, one, one, "--explain")
     assert "got 1 layer with shift and 1 layer with shift" in message
-
-
-def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "models must be one or two" in refused(capsys, tmp_path, "a", "b", "c")
-    assert "port must be between" in refused(capsys, tmp_path, "a", "--port", "70000")
-    assert "port has no effect without open" in refused(capsys, tmp_path, "a", "--port", "8000")
-    assert "text has no effect without models" in refused(capsys, tmp_path, "--open", "--text", "to be")
-    assert "give one or two, or --open with the folder of an existing page" in refused(capsys, tmp_path, "--open")
-    (tmp_path / "page").mkdir()
-    (tmp_path / "page" / "mine").touch()
-    assert main(["explore", "a", "--out", str(tmp_path / "page")]) == 2
-    assert "out must be a new or empty folder, but" in capsys.readouterr().err

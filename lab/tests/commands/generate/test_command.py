@@ -69,14 +69,6 @@ def test_a_prompt_is_printed_with_its_continuation(finished: Path, capsys: pytes
     assert capsys.readouterr().out == words.decode(expected[0], skip_special_tokens=True) + "\n"
 
 
-def test_samples_are_printed_one_below_the_other(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generate(GenerateConfig(model=str(model_folder), prompt="to be", samples=2, max_new_tokens=5))
-    first, one, second, other = capsys.readouterr().out.splitlines()
-    assert (first, second) == ("--- 1 of 2", "--- 2 of 2")
-    assert one.startswith("to be")
-    assert other.startswith("to be")
-
-
 def test_an_empty_prompt_begins_a_text(model_folder: Path) -> None:
     assert encode(tokenizer(), "") == [0]
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
