@@ -15,7 +15,7 @@ help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: compare
-compare: .venv/stamp  ## Train two small models, without and with KV shift, and report which learnt better
+compare: .venv/lab  ## Train two small models, without and with KV shift, and report which learnt better
 	@.venv/bin/kvshift compare $(ARGS)
 
 .PHONY: test
@@ -175,8 +175,8 @@ clean:  ## Remove environments, caches and build output
 # be constrained in the same call: alone, pip takes its newest release. pip compiles all files, which takes two minutes;
 # if Python compiles one at import, its syntax warnings (lm-eval has some) are errors in the tests.
 define install
-	@echo "installing into $(@D) (a few minutes the first time)" >&2
-	@$(PYTHON) -m venv $(@D)
+	@echo "installing into $(@D): $(3)" >&2
+	@test -e $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1) PIP_DISABLE_PIP_VERSION_CHECK=1 \
 		$(@D)/bin/python -m pip install -qq $(2)
 	@touch $@
@@ -184,8 +184,12 @@ endef
 
 KERNEL := hatch_build.py $(wildcard src/kvshift/ops/cpu/*.cpp src/kvshift/ops/cpu/*.h)  # built by the installation
 
-.venv/stamp: pyproject.toml lab/pyproject.toml constraints.txt $(KERNEL)
-	$(call install,constraints.txt,-e '.[dev]' -e './lab[test]')
+# What `make compare` needs; everything else comes with the first other target.
+.venv/lab: pyproject.toml lab/pyproject.toml constraints.txt $(KERNEL)
+	$(call install,constraints.txt,-e . -e ./lab,kvshift and the lab (two minutes the first time))
+
+.venv/stamp: .venv/lab
+	$(call install,constraints.txt,-e '.[dev]' -e './lab[test]',what tests and checks need (a minute or two the first time))
 
 # Some packages in addition to those of .venv: site.addsitedir appends that environment to the path.
 define install_over
@@ -239,7 +243,7 @@ $(BETWEEN)/stamp $(OLD_TRITON)/stamp:
 # Plain pip adds three packages that vLLM's models of images and speech would use; built for another torch, they fail when
 # they are imported, and vLLM with them.
 .venv-vllm/stamp: pyproject.toml constraints-vllm.txt $(KERNEL)
-	$(call install,constraints-vllm.txt,-e '.[test-vllm]')
+	$(call install,constraints-vllm.txt,-e '.[test-vllm]',vLLM (a few minutes the first time))
 	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 
 # A version without a build for CPUs: its Python code, with the compiled code of the version that has one.

@@ -109,8 +109,7 @@ def test_an_abbreviation_is_answered_by_the_option_that_was_meant(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["train", "--out", "new", "--lr", "1e-3", "--layers=3", "--no-progress", "--optimizer.lr", "1e-3"])
     assert stopped.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvshift train: ")]
-    assert lines == [
+    assert capsys.readouterr().err.splitlines() == [
         "kvshift train: --lr is not an option; did you mean --optimizer.learning-rate?",
         "kvshift train: --layers is not an option; did you mean --model.num-hidden-layers?",
         "kvshift train: --optimizer.lr is not an option; did you mean --optimizer.learning-rate?",

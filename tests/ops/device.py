@@ -7,7 +7,7 @@ back; so are gradients. KVSHIFT_TEST_DEVICE=cpu runs such tests in Triton's inte
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -71,10 +71,11 @@ def kernels_on_device() -> Iterator[None]:
     def there(x: Any) -> Any:
         return _Carried.apply(x, DEVICE) if isinstance(x, Tensor) else x
 
-    def shift_there(call: Call) -> Any:
+    def shift_there(call: Call, key: Hashable | None = None) -> Any:
         if call.backend != "triton":
-            return shift_here(call)
-        k, v, *rows = shift_here(Call(*map(there, call)))
+            return shift_here(call, key)
+        carried = Call(*map(there, call))
+        k, v, *rows = shift_here(carried, shift.launch_key(carried))
         k = call.k if call.alpha is None else _Carried.apply(k, call.k.device)
         v = call.v if call.beta is None else _Carried.apply(v, call.k.device)
         return k, v, *(None if x is None else _Carried.apply(x, call.k.device) for x in rows)

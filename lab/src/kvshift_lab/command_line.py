@@ -57,13 +57,10 @@ def read(
     given = {} if default is None else {"default": default}
     if os.environ.get("NO_COLOR"):
         os.environ["TERM"] = "dumb"  # tyro prints no colors there, but does not read NO_COLOR
-    try:
-        return tyro.cli(options, args=args, prog=prog, description=description, **given)
-    except SystemExit as stopped:
-        if stopped.code == 2 and not asked:
-            for line in hints(args, [option.name for option in list_options(options, default)]):
-                print(f"{prog}: {line}", file=sys.stderr)
-        raise
+    if not asked and (lines := list(hints(args, [option.name for option in list_options(options, default)]))):
+        print("\n".join(f"{prog}: {line}" for line in lines), file=sys.stderr)
+        raise SystemExit(2)
+    return tyro.cli(options, args=args, prog=prog, description=description, **given)
 
 
 def hints(args: Sequence[str], known: Sequence[str]) -> Iterator[str]:

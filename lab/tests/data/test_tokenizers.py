@@ -174,6 +174,11 @@ def test_half_saved_tokenizer_is_never_seen(tmp_path, monkeypatch):
     assert make_tokenizer(config, train_documents(), tmp_path / "tokenizer").get_vocab() == TOKENIZER.get_vocab()
 
 
+def test_missing_tokenizer_is_named():
+    with pytest.raises(LabError, match="cannot load 'no/such-tokenizer', as a folder or from the hub"):
+        load_tokenizer("no/such-tokenizer")
+
+
 def without_end_of_text(text: str) -> str:
     return json.dumps({name: value for name, value in json.loads(text).items() if name != "eos_token"})
 

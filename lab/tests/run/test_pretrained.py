@@ -245,9 +245,9 @@ def test_what_is_no_llama_is_named(plain, corpus, tmp_path, change, message):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path):
+def test_a_model_that_is_not_there_is_named(corpus, tmp_path):
     with pytest.raises(LabError, match=r"init_from: there is no folder .*absent/model"):
-        base_of(tmp_path / "absent" / "model")
+        train(tuned(corpus, tmp_path / "run", tmp_path / "absent" / "model"))
 
 
 def test_weights_that_are_not_finite_are_named(plain, corpus, tmp_path):

@@ -1,7 +1,6 @@
 """Probes find the same as slow loops, and change no bit of the training that they observe."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,10 +254,3 @@ def test_rows_too_short_for_the_scores_are_refused_before_training(corpus, tmp_p
     with pytest.raises(LabError, match=r"probes: the heads of this model cannot be scored: length .* leave probes out"):
         train(replace(config, data=replace(config.data, sequence_length=9)))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_progress_names_the_best_head(corpus, tmp_path, capsys):
-    train(tiny(corpus, tmp_path, steps=1, probes="induction"))
-    best = metrics(tmp_path, "probes")[-1]["prefix_matching"]
-    assert f"prefix matching {best:.3f}" in capsys.readouterr().err
-    assert math.isfinite(best)

@@ -112,7 +112,8 @@ class ShiftedAttention:
         return self._split_heads(*self._projections(hidden_states))
 
     def _projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        modules: Any = self._modules  # as attributes, they would be found only after an AttributeError, at every token
+        return modules["q_proj"](hidden_states), modules["k_proj"](hidden_states), modules["v_proj"](hidden_states)
 
     def _split_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*query.shape[:2], -1, self.head_dim)  # the layout of the operator
@@ -120,7 +121,8 @@ class ShiftedAttention:
 
     def output(self, heads: Tensor) -> Tensor:
         """Project the heads that attention returned, (B, T, H, D), to (B, T, E)."""
-        return self.o_proj(heads.reshape(*heads.shape[:2], -1).contiguous())
+        o_proj: Any = self._modules["o_proj"]  # as in `_projections`
+        return o_proj(heads.flatten(2).contiguous())
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvshift_lab.core.errors import LabError
+from kvshift_lab.core.errors import LabError, nearest
 
 if TYPE_CHECKING:
     from kvshift_lab.variants.variant import ModelVariant
@@ -84,7 +84,7 @@ SHIFTED_AND_VANILLA = ("kv-shift", "vanilla")
 def find_entry(name: str, where: str = "variant") -> VariantEntry:
     """Return the entry called `name`; a LabError for an unknown name calls the option `where`."""
     if name not in VARIANTS:
-        raise LabError(f"{where} must be one of {', '.join(VARIANTS)}, got {name!r}")
+        raise LabError(f"{where}: there is no variant {name!r}; {nearest(name, VARIANTS)}")
     return VARIANTS[name]
 
 
