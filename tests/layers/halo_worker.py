@@ -245,6 +245,7 @@ def ranks_that_differ_are_refused_together() -> None:
         ({"alpha": mix[:, :2], "beta": mix[:, :2]}, "window 2"),
         ({"alpha": mix[:, :2]}, "must have the same window, got [2, 6]"),
         ({"alpha": None}, "[(2, 4, 2, 3)] torch.float32"),
+        ({"alpha": None, "beta": None}, "nothing shifted, contiguous"),
         ({"q": k, "gamma": mix}, "[(2, 4, 2, 3), (2, 4, 2, 3), (2, 4, 2, 3)]"),
         ({"layout": "headtail"}, "headtail"),
         ({"layout": "ptrr"}, "got 'ptrr'"),

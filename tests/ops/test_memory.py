@@ -1,7 +1,8 @@
-"""No kernel reads the memory of a tensor that has none, or holds other numbers: wrappers, lazy and sparse tensors."""
+"""No kernel uses the memory of a tensor that has none, or holds other numbers: wrappers, lazy and sparse tensors."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ LAZY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.fixture(params=["auto", "cpu", "triton"])
+@pytest.fixture(params=["auto", "cpu", "eager", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     skip_unless_built(request.param)
     return request.param
@@ -98,23 +99,58 @@ def gradients(backend: str, of_results: Callable[[Tensor], Tensor], packed: bool
     leaves = {name: x.requires_grad_() for name, x in arguments(rotated=False).items() if name != "q"}
     results = call(backend, {"q": torch.empty(0)} | leaves, packed)
     upstream = [of_results(normal(*y.shape)) for y in results]
-    found = torch.autograd.grad(results, list(leaves.values()), upstream)
-    return [x.a if isinstance(x, TwoTensor) else x for x in found]
+    return list(torch.autograd.grad(results, list(leaves.values()), upstream))
 
 
-GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {**LAZY, "a wrapper": lambda x: TwoTensor(x, x)}
+def halves(x: Any) -> tuple[Tensor, Tensor]:
+    """Return both tensors of a wrapper, or the same one twice."""
+    return (x.a, x.b) if isinstance(x, TwoTensor) else (x, x)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-@pytest.mark.parametrize("change", GRADIENTS)
+@pytest.mark.parametrize("change", LAZY)
 def test_gradients_that_are_not_in_memory(change, packed, backend):
-    """A subclass is left to its own operators; the address of a wrapper would be read beyond its end."""
     values = torch.zeros_like if change == "a zero tensor" else Tensor.clone
-    expected = gradients(backend, values, packed)
-    rtol = 1e-6 if change == "a wrapper" else 0
-    for result, other in zip(gradients(backend, GRADIENTS[change], packed), expected, strict=True):
-        torch.testing.assert_close(result, other, rtol=rtol, atol=rtol)
+    for result, expected in zip(
+        gradients(backend, LAZY[change], packed), gradients(backend, values, packed), strict=True
+    ):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_gradients_that_are_wrappers(packed, backend):
+    """The address of a wrapper would be read beyond its end; what it holds would be added up in one plain tensor."""
+    first = gradients(backend, Tensor.clone, packed)
+    for result, expected in zip(gradients(backend, lambda x: TwoTensor(x, 3 * x), packed), first, strict=True):
+        for half, factor in zip(halves(result), (1, 3), strict=True):
+            torch.testing.assert_close(half, factor * expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [1, T])
+@pytest.mark.parametrize("wrapped", [1, 2, 9])
+def test_results_of_wrappers_are_those_of_what_they_hold(wrapped, positions):
+    """Also where some of the tensors are plain: a sum in place would then be counted once for each tensor held."""
+    shapes = dict.fromkeys("qkv", (B, positions, G, D)) | dict.fromkeys(("alpha", "beta"), (G, 2))
+    shapes |= dict.fromkeys(("state.k", "state.v"), (B, 1, G, D)) | dict.fromkeys(("cos", "sin"), (1, positions, 1, D))
+    here, there = (
+        {name: normal(*shape, seed=i + at) for i, (name, shape) in enumerate(shapes.items())} for at in (0, 9)
+    )
+
+    def results(given: dict[str, Tensor]) -> list[Any]:
+        q, k, v, alpha, beta, *rows, cos, sin = given.values()
+        with torch.no_grad():
+            *found, new = shift_norm_rope(q, k, v, alpha, beta, rotary=(cos, sin), state=ShiftState(*rows, 1))
+        assert new is not None
+        return [*found, new.k, new.v]
+
+    for names in itertools.combinations(shapes, wrapped):
+        found = results({name: TwoTensor(here[name], there[name]) if name in names else here[name] for name in shapes})
+        for i, other in enumerate((here, there)):
+            expected = results({name: (other if name in names else here)[name] for name in shapes})
+            for result, each in zip(found, expected, strict=True):
+                torch.testing.assert_close(halves(result)[i], each, msg=f"{names}")
 
 
 def test_a_sparse_gradient_is_refused_or_right(backend):

@@ -74,7 +74,8 @@ def shift_shard(
     """
     given, mixes = {"q": q, "k": k, "v": v}, {"q": gamma, "k": alpha, "v": beta}
     shifted: Any = {name: given[name] for name, mix in mixes.items() if mix is not None}
-    if not shifted:
+    if not shifted:  # unless another rank shifts something, and waits for this one
+        _check_together([k, v], None, layout, group)
         return q, k, v
     try:
         for name, x in shifted.items():
@@ -86,7 +87,7 @@ def shift_shard(
         if positions is not None:
             _check_positions(positions, k)
     except (TypeError, ValueError) as problem:
-        _check_together([k, v], 0, layout, group, problem)
+        _check_together([k, v], None, layout, group, problem)
         raise
     rows = windows[0] - 1
     halos = exchange_halo([*shifted.values()], rows, group=group, layout=layout)
@@ -171,16 +172,23 @@ def exchange_halo(
 
 
 def _check_together(
-    tensors: Sequence[Any], rows: int, layout: str, group: dist.ProcessGroup | None, problem: Exception | None = None
+    tensors: Sequence[Any],
+    rows: int | None,
+    layout: str,
+    group: dist.ProcessGroup | None,
+    problem: Exception | None = None,
 ) -> None:
-    """Raise an error on every rank if one has a problem, here or before, or if their arguments differ."""
+    """Raise an error on every rank if one has a problem, here or before, or if their arguments differ.
+
+    Without `rows`, nothing is to be exchanged.
+    """
     code = -1
     try:
         if problem is None:
-            _check_tensors(tensors, rows, _chunks_of_shard(layout))
+            _check_tensors(tensors, 1 if rows is None else rows, _chunks_of_shard(layout))
             sizes = [size for x in tensors for size in (x.ndim, *x.shape)]
             code = 0
-            for number in (rows, *f"{layout} {tensors[0].dtype}".encode(), *sizes):
+            for number in (rows or 0, *f"{layout} {tensors[0].dtype}".encode(), *sizes):
                 code = (code * 0x5DEECE66D + number) % (2**61 - 1)  # equal for other sizes: about once in 10^18
     except (TypeError, ValueError) as found:
         problem = found
@@ -191,10 +199,11 @@ def _check_together(
         if problem is None:
             torch._assert_async(largest.sum() == 0, _DIFFER)  # type: ignore[attr-defined]
     elif largest.sum() != 0:
-        mine = str(problem or f"{[tuple(x.shape) for x in tensors]} {tensors[0].dtype}, window {rows + 1}, {layout}")
+        what = "nothing shifted" if rows is None else f"window {rows + 1}"
+        mine = str(problem or f"{[tuple(x.shape) for x in tensors]} {tensors[0].dtype}, {what}, {layout}")
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, mine, group=group)
-        listed = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
+        listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone))
         raise ValueError(f"{_DIFFER}; {listed}") from problem
     if problem is not None:
         raise problem

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvshift.ops.arguments import Call
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
-from kvshift.ops.memory import PLAIN_TENSOR_TYPES, is_lazy, unreadable_reason
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES, forbids_in_place, is_lazy, unreadable_reason
 from kvshift.ops.torch_ops import is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_unsupported_reason, was_launched
 from kvshift.ops.triton.compiled_launch import geometry
@@ -90,6 +90,8 @@ def launch_key(call: Call) -> Hashable | None:
 def shift_path(call: Call) -> ShiftPath:
     """Return the implementation that shifts: "traceable" if needed, whatever the backend (except "reference").
 
+    It is needed where `needs_traceable_ops` is true and, in place of "eager", for tensors that `forbids_in_place`.
+
     Raises:
         ValueError: the requested backend does not exist or cannot take the tensors.
     """
@@ -103,11 +105,13 @@ def shift_path(call: Call) -> ShiftPath:
         if torch.compiler.is_compiling():  # it fuses the few operations of eager with their neighbours
             return "eager"
         kernels = "triton" if is_gpu(x) else "cpu"
-        return kernels if _unsupported_reason(kernels, call.window(), x, *others) is None else "eager"
-    if backend in _UNSUPPORTED_REASONS:
+        backend = kernels if _unsupported_reason(kernels, call.window(), x, *others) is None else "eager"
+    elif backend in _UNSUPPORTED_REASONS:
         refusal = _unsupported_reason(backend, call.window(), x, *others)
         if refusal is not None:
             raise ValueError(f'backend "{backend}" cannot be used here: {refusal}')
+    if backend == "eager" and not torch.compiler.is_compiling() and any(map(forbids_in_place, (x, *others))):
+        return "traceable"
     return backend
 
 
@@ -190,7 +194,7 @@ def _unsupported_reason(kernels: str, window: int, x: Tensor, *others: Tensor | 
 
 
 def _is_next_token(call: Call) -> bool:
-    """Return True for one token per sequence, either not shifted or with window 2 and one row of state."""
+    """Return True for one plain token per sequence, either not shifted or with window 2 and one row of state."""
     q, k, v, alpha, beta, k_state, v_state = call[:7]
     if call.gamma is not None or not call.cu_seqlens is call.seq_idx is call.mask is None:
         return False
@@ -203,6 +207,9 @@ def _is_next_token(call: Call) -> bool:
     if positions != 1 or of_q != (batch, 1, of_q[2], size) or of_v != (batch, 1, heads, of_v[3]):
         return False
     if not (q.dtype is v.dtype is k.dtype and q.layout is v.layout is k.layout is torch.strided):
+        return False
+    tensors: tuple[Any, ...] = call[:7]
+    if not all(x is None or type(x) in PLAIN_TENSOR_TYPES for x in tensors):  # it computes in place
         return False
     if alpha is beta is None:
         return True

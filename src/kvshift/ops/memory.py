@@ -5,10 +5,14 @@ Everything that takes `data_ptr()` of a tensor, or passes it to something that d
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 PLAIN_TENSOR_TYPES: tuple[type, ...] = (Tensor, torch.nn.Parameter)
+
+_PYTHON: Any = torch._C._parse_dispatch_key("Python")
 
 
 def unreadable_reason(
@@ -30,6 +34,15 @@ def unreadable_reason(
     if dtype is not None and x.dtype is not dtype:
         return f"it takes tensors of one dtype, {dtype} here, got one of {x.dtype}"
     return None
+
+
+def forbids_in_place(x: Tensor | None) -> bool:
+    """Return True if operations in place are wrong on results of x, or with x on others.
+
+    A wrapper, which computes PyTorch's operations itself (`__torch_dispatch__`), may run one once for each tensor that
+    it holds, and the result in a plain tensor would be none. The results of a zero tensor of autograd are immutable.
+    """
+    return x is not None and (torch._C._dispatch_keys(x).has(_PYTHON) or x._is_zerotensor())
 
 
 def is_lazy(x: Tensor) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvshift.ops.memory import PLAIN_TENSOR_TYPES
+
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine tables, (L, T, 1, D) for `rotate_half` or (L, T, 1, D/2) for `rotate`."""
 
@@ -32,7 +34,8 @@ def rotate_half(x_BTHD: Tensor, table: Rotary) -> Tensor:
     """
     cos, sin = table
     y, rolled = x_BTHD * cos, x_BTHD.roll(cos.shape[-1] // 2, dims=-1)
-    if rolled.dtype != y.dtype:  # a smaller dtype, to which the product must not be rounded
+    # A product must not be rounded to a smaller dtype, and subclasses may not write to other tensors.
+    if rolled.dtype != y.dtype or not all(type(x) in PLAIN_TENSOR_TYPES for x in (x_BTHD, cos, sin)):
         return y + rolled * sin
     return y.add_(rolled.mul_(sin))  # in place: half the time on a CPU, two fewer temporaries everywhere
 

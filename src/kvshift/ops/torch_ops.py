@@ -5,7 +5,8 @@ pass over memory forward and one backward, saves only the inputs, and needs no t
 and GPUs get the whole input as one block.
 
 `shift_traceable` has no autograd function, no in-place operation and no branch on data, so that tracers can record it,
-`torch.func` can transform it, and forward-mode AD can differentiate it. It is slower and saves more for backward.
+`torch.func` can transform it, forward-mode AD can differentiate it, and it takes tensor subclasses of any kind. It is
+slower and saves more for backward.
 
 Without boundaries, a lag is a slice. With padding or documents, it is a gather along a `ShiftPlan`.
 
@@ -25,6 +26,7 @@ from torch.autograd import forward_ad
 
 from kvshift.ops.arguments import Call, compute_dtype
 from kvshift.ops.boundaries import ShiftPlan, plan_without_boundaries, readers_without_boundaries
+from kvshift.ops.memory import forbids_in_place
 from kvshift.ops.rope import rotate
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
@@ -57,7 +59,8 @@ def needs_traceable_ops(*gradients: Tensor | None, by_compiler: bool = False) ->
     Args:
         by_compiler: whether torch.compile and torch.export count as well.
         gradients: the incoming gradients, in backward. Given these, the result is also True if backward is
-            differentiated (`create_graph=True`) or if the gradients are batched (`is_grads_batched=True`).
+            differentiated (`create_graph=True`), or if gradients are batched (`is_grads_batched=True`) or
+            `forbids_in_place`.
     """
     if torch._C._are_functorch_transforms_active():
         return True
@@ -69,6 +72,7 @@ def needs_traceable_ops(*gradients: Tensor | None, by_compiler: bool = False) ->
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
         or (len(gradients) > 0 and (torch.is_grad_enabled() or any(map(_is_batched, gradients))))
+        or any(map(forbids_in_place, gradients))
     )
 
 
