@@ -83,8 +83,9 @@ def test_defaults_of_an_instance_are_shown_and_used(capsys):
     assert "How many coats. (default: 9)" in printed
 
 
-def test_what_follows_two_dashes_is_no_question_for_help():
-    assert read(Paint, ["--coats", "2", "--", "--help"], **ABOUT) == Paint(wall="--help", coats=2)
+@pytest.mark.parametrize("wall", ["--help", "--green"])
+def test_what_follows_two_dashes_is_no_option(wall):
+    assert read(Paint, ["--coats", "2", "--", wall], **ABOUT) == Paint(wall=wall, coats=2)
 
 
 @functools.cache

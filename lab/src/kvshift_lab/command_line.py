@@ -44,7 +44,8 @@ def read(
     Raises:
         SystemExit: with code 0 after the help, with code 2 if the options are wrong.
     """
-    asked = {"-h", "--help", "--help-all"}.intersection(args[: args.index("--")] if "--" in args else args)
+    given_options = args[: args.index("--")] if "--" in args else args
+    asked = {"-h", "--help", "--help-all"}.intersection(given_options)
     if asked:
         known = list(list_options(options, default))
         if example:
@@ -57,7 +58,7 @@ def read(
     given = {} if default is None else {"default": default}
     if os.environ.get("NO_COLOR"):
         os.environ["TERM"] = "dumb"  # tyro prints no colors there, but does not read NO_COLOR
-    if not asked and (lines := list(hints(args, [option.name for option in list_options(options, default)]))):
+    if not asked and (lines := list(hints(given_options, [option.name for option in list_options(options, default)]))):
         print("\n".join(f"{prog}: {line}" for line in lines), file=sys.stderr)
         raise SystemExit(2)
     return tyro.cli(options, args=args, prog=prog, description=description, **given)
