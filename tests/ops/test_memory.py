@@ -125,7 +125,7 @@ def test_gradients_that_are_wrappers(packed, backend):
     first = gradients(backend, Tensor.clone, packed)
     for result, expected in zip(gradients(backend, lambda x: TwoTensor(x, 3 * x), packed), first, strict=True):
         for half, factor in zip(halves(result), (1, 3), strict=True):
-            torch.testing.assert_close(half, factor * expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(half, factor * expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("positions", [1, T])
