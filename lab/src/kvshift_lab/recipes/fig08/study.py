@@ -259,9 +259,9 @@ def _errors(seeds: dict[int, Record], hops: int, dropout: str = "off") -> list[f
     return [record.result["errors"][dropout][str(hops)] for record in seeds.values()]
 
 
-def _means(seeds: dict[int, Record], dropout: str = "off") -> list[float]:
-    """Return the mean error of each seed over all k."""
-    return [statistics.fmean(record.result["errors"][dropout].values()) for record in seeds.values()]
+def _means(seeds: dict[int, Record]) -> list[float]:
+    """Return the mean error of each seed over all k, without dropout."""
+    return [statistics.fmean(record.result["errors"]["off"].values()) for record in seeds.values()]
 
 
 def _share(errors: Sequence[float]) -> str:
