@@ -48,6 +48,11 @@ REMOVED = frozenset({"tune", "lora_rank"})
 """Options of older runs, which had no effect where they were None; elsewhere, such a run cannot be continued."""
 
 
+def is_removed(name: str, value: Any) -> bool:
+    """Return True for an option of an older run that had no effect. Its name may include its group: "data.corpus"."""
+    return value is None and name.rpartition(".")[2] in REMOVED
+
+
 @cache
 def option_names(options: type, trait: OptionTrait) -> frozenset[str]:
     """Return the names of the fields of a dataclass that have this property."""
