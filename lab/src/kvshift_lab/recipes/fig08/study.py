@@ -335,7 +335,7 @@ def _as_published(models: dict[Arm, dict[int, Record]], layers: int) -> Claim:
             inside.append(abs(published - mean) <= half)
     off, on = ([statistics.fmean(_errors(seeds, hops, dropout)) for hops in HOPS] for dropout in ("off", "on"))
     return Claim(
-        statement=f"Vanilla with {layers} layers errs as published, at k = {', '.join(map(str, HOPS))}",
+        statement=f"Vanilla with {layers} layers: the error rate matches the paper, at k = {', '.join(map(str, HOPS))}",
         paper=_row(PUBLISHED[layers]),
         ours=f"dropout on, as there: {_row(on)}; off: {_row(off)}",
         direction="not shown" if not inside else "holds" if all(inside) else "fails",

@@ -295,7 +295,7 @@ def lower_loss_claims(
                 loss_claim(
                     means if len(known) == len(points) else None,
                     names,
-                    statement=f"Mean over {len(points)} places, by seed: {lower}",
+                    statement=f"Mean over {len(points)} size/context pairs, by seed: {lower}",
                     paper="not asked",
                     note="chosen after the data had been seen",
                     own=True,

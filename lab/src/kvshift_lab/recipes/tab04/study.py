@@ -149,7 +149,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             inside = [_shares(seeds, "paper", "inside") for seeds in runs]
             found.append(
                 Claim(
-                    statement=f"KV shift answers more problems right of no more operations than in training, {setting}",
+                    statement=f"KV shift solves more problems that are no longer than those in training, {setting}",
                     paper="no number",
                     ours=_accuracy_text(runs, "inside"),
                     direction=higher(*inside),
