@@ -22,7 +22,7 @@ from kvshift_lab.run.train_config import OptimizerConfig
 from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.claims import Claim, Direction, higher, percent, points, question
-from kvshift_lab.study.jobs import MeasuredJob
+from kvshift_lab.study.jobs import MeasuredJob, TrainingJob
 from kvshift_lab.study.recipe import Recipe, Record, by_arm
 from kvshift_lab.tasks import HopConfig, HopTask, evaluation_batches
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, with_variant
@@ -101,7 +101,7 @@ _MIN_PRINTED = 5e-4  # smaller errors are printed as 0.0 % with one digit
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopJob(MeasuredJob):
+class HopJob(MeasuredJob, TrainingJob):
     """Train one model, then measure its error at every k, with dropout off and on.
 
     Attributes:
@@ -111,7 +111,7 @@ class HopJob(MeasuredJob):
     result_name = "errors"
     rows: int
 
-    def measure(self, model: Any) -> dict[str, Any]:
+    def measure(self, model: Any, out: Path) -> dict[str, Any]:
         assert isinstance(self.config.task, HopConfig)
         return errors_by_hops(model, self.config.task, self.rows, model.device)
 
