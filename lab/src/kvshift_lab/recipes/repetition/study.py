@@ -122,17 +122,17 @@ def arms(preset: str) -> list[ContinuationJob]:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Return, for each decoding, whether models with the shift repeat 4-grams and end in loops less often."""
-    shifted, vanilla = (list(by_arm(records)[arm].values()) for arm in pair(layers=keys_values.LAYERS))
+    runs = [list(by_arm(records)[arm].values()) for arm in pair(layers=keys_values.LAYERS)]
     found = []
     for decoding in DECODINGS:
         for measure in ("repeated", "loops"):
-            ours, theirs = ([_value(record, decoding, measure) for record in runs] for runs in (shifted, vanilla))
+            shifted, vanilla = ([_value(record, decoding, measure) for record in of_model] for of_model in runs)
             found.append(
                 question(
                     statement=f"Continuations, {decoding}: a smaller {MEASURES[measure]} with KV shift",
-                    ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
-                    direction=lower(ours, theirs),
-                    note=f"in the text itself {percent([_value(record, 'text', measure) for record in vanilla])}",
+                    ours=f"{percent(shifted)} against {percent(vanilla)}: {points(shifted, vanilla)}",
+                    direction=lower(shifted, vanilla),
+                    note=f"in the text itself {percent([_value(record, 'text', measure) for record in runs[0]])}",
                 )
             )
     return found
