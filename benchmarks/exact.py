@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.layers import KVShift
+from kvshift import KVShift
 
 SLICE = (slice(0, 2), slice(0, 32))  # rows, positions
 

@@ -37,8 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from kvshift.models.extending import CACHE
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift.models.versions import CACHE
 from kvshift_lab.core.environment import environment
 from kvshift_lab.core.json_lines import write_lines
 

@@ -27,8 +27,9 @@ from allocated import bytes_saved
 from timing import Benchmark, Implementation, LeftOutError, arguments
 from torch import Tensor
 
+from kvshift import kv_shift
 from kvshift.layers.positions import rotary_table
-from kvshift.ops import BACKENDS, kv_shift
+from kvshift.ops import BACKENDS
 from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import shared_plans
 from kvshift.ops.rope import half_tables, rotate_half

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from kvshift.ops import ShiftState, kv_shift
+from kvshift import ShiftState, kv_shift
 from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.rope import half_tables
 from kvshift.ops.triton import compiled_launch

@@ -20,7 +20,7 @@ from exact import SLICE, compare, to_reference
 from timing import Benchmark, Implementation, arguments
 from torch import Tensor
 
-from kvshift.layers import KVShiftAttention, ShiftOptions
+from kvshift import KVShiftAttention, ShiftOptions
 
 TARGETS: dict[str, tuple[Any, ...]] = {"without shift": (), "kv shift": ("k", "v")}
 SIZES = {  # (batch, length, width), query heads, KV heads, dtype; rounds

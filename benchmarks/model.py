@@ -22,7 +22,7 @@ from timing import Benchmark, Implementation, arguments, positive
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvshift.layers import param_groups
+from kvshift import param_groups
 from kvshift.models.llama import SIZES as PAPER
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 

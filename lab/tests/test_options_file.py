@@ -13,7 +13,7 @@ from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.options_file import parse
-from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig, config_hash
 from kvshift_lab.variants.model_config import ModelConfig
 
 YAML = """
@@ -106,9 +106,16 @@ def test_a_record_gives_the_same_options(tmp_path, config):
     assert read(CompareConfig, path, "--out", "y") == CompareConfig(train=replace(config, out=Path("y")))
 
 
+def test_a_run_in_the_repository_can_be_repeated():
+    for variant in ("vanilla", "kvshift"):
+        path = Path(__file__).parents[2] / "results" / "compare" / "seed-10" / variant / "config.json"
+        assert config_hash(to_json(read(TrainConfig, path))) == json.loads(path.read_text())["config_hash"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("tune: lora", "has an unknown field tune; "),
         ("step: 7", "has an unknown field step; did you mean steps?"),
         ("seeds: 3", "has an unknown field seeds; did you mean seed?"),
         ("model: {hiden_size: 7}", r"has an unknown field model\.hiden_size; did you mean model\.hidden_size?"),

@@ -80,6 +80,7 @@ FAULTS = {
     "crop keeps the newest row": (faults.rollback_keeps_the_newest_state, "crop"),
     "crop one row too deep": (crop_one_row_too_deep, "crop"),
     "documents ignored": (faults.documents_ignored, "documents"),
+    "seq_idx ignored": (faults.seq_idx_ignored, "documents"),
     "documents met in attention": (faults.documents_met_in_attention, "documents; documents continued"),
     "documents met beside a cache": (faults.documents_met_beside_a_cache, "documents"),
     "documents begin one too late": (documents_begin_one_too_late, "documents"),

@@ -119,7 +119,7 @@ _COMMANDS = {
         "kvshift retrofit Qwen/Qwen3-0.6B qwen3-with-shift",
     ),
     "export": _Command(
-        "Export a model that runs without kvshift: ONNX, or with its code",
+        "Export programs that run without kvshift, or a folder for the hub",
         "kvshift_lab.commands.export.options:ExportOptions",
         "kvshift_lab.commands.export.command:export",
         "kvshift export runs/mine mine-as-onnx",

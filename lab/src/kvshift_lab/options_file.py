@@ -18,7 +18,7 @@ import yaml
 
 from kvshift_lab.command_line import list_options, read
 from kvshift_lab.core.errors import LabError, nearest
-from kvshift_lab.core.options import RECORDED
+from kvshift_lab.core.options import RECORDED, is_removed
 
 _HELP = "YAML or JSON file of options, such as the config.json of a run; command-line options override the file."
 
@@ -54,6 +54,8 @@ def arguments(options: type, path: Path) -> list[str]:
     known = {option.name: option for option in list_options(options)}
     found: list[str] = []
     for name, value in _flat(_read(path)).items():
+        if is_removed(name, value):
+            continue
         if name not in known:
             raise LabError(f"config: {path} has an unknown field {name}; {nearest(name, known)}")
         if value == known[name].default:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.layers import KVShift
+from kvshift import KVShift
 from tests.models.llama.tiny import random_tokens, tiny_model
 
 from .scripts import script

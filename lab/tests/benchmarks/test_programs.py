@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kvshift.layers import KVShift
+from kvshift import KVShift
 
 from .scripts import script
 

@@ -81,4 +81,11 @@ def test_an_option_that_is_gone_counts_only_where_it_had_an_effect() -> None:
     values = to_json(LUTE)
     assert options_hash(Lute, {**values, "tune": None}) == HASH
     assert differences(Lute, {**values, "tune": None}, values) == {}
+    assert from_json(Lute, {**values, "tune": None}) == LUTE
+    within = {**values, "strings": {**values["strings"], "repeated_spans": None}}
+    assert options_hash(Lute, within) == HASH
+    assert differences(Lute, within, values) == {}
+    assert from_json(Lute, within) == LUTE
+    with pytest.raises(LabError, match=r"unknown field strings\.repeated_spans"):
+        from_json(Lute, {"strings": {"repeated_spans": 0.3}})
     assert differences(Lute, {**values, "tune": "lora"}, values) == {"tune": "tune: recorded 'lora', given None"}

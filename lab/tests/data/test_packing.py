@@ -21,7 +21,6 @@ from kvshift_lab.data.packing import (
     pack,
     pack_documents,
     pack_stream,
-    repeat_spans,
 )
 from kvshift_lab.data.pieces import cut_at_lines
 from kvshift_lab.data.tokenizers import train_bpe
@@ -213,55 +212,6 @@ def test_each_document_is_computed_as_if_alone(model, implementation):
         nll += functional.cross_entropy(logits[0, :-1], alone[0, 1:], reduction="sum").item()
         count += alone.shape[1] - 1
     assert packed.loss.item() == pytest.approx(nll / count, rel=1e-5)
-
-
-def spans_by_loop(before: np.ndarray, after: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return every (source, target, length) of a copied span that could have turned `before` into `after`."""
-    length = len(before)
-    found = []
-    for n in range(16, length // 4 + 1):
-        for target in range(n, length - n + 1):
-            outside = np.r_[0:target, target + n : length]
-            if np.array_equal(before[outside], after[outside]):
-                copied = after[target : target + n]
-                found += [(a, target, n) for a in range(target - n + 1) if np.array_equal(before[a : a + n], copied)]
-    return found
-
-
-def test_a_span_is_copied_over_a_later_one_in_a_fraction_of_the_sequences():
-    tokens = np.arange(96, dtype=np.int32)
-    rows = [repeat_spans(tokens, number, 0.25) for number in range(400)]
-    changed = [row for row in rows if not np.array_equal(row, tokens)]
-    assert 70 < len(changed) < 130  # 400 draws at 0.25 fall outside once in 1,000 times
-    assert np.array_equal(tokens, np.arange(96)), "edited in place"
-    found = [spans_by_loop(tokens, row) for row in changed]
-    assert all(len(spans) == 1 for spans in found)  # all tokens differ, so there is only one such span
-    sources, targets, lengths = map(set, zip(*(spans[0] for spans in found), strict=True))
-    assert lengths >= {16, 24}
-    assert min(sources) < 8
-    assert max(targets) > 70
-
-
-def test_spans_are_the_same_whatever_the_fraction_and_the_run():
-    tokens = np.arange(64, dtype=np.int32)
-    for number in range(20):
-        one = repeat_spans(tokens, number, 1.0)
-        assert np.array_equal(one, repeat_spans(tokens, number, 1.0))
-        assert not np.array_equal(one, tokens)
-        few = repeat_spans(tokens, number, 0.1)
-        assert np.array_equal(few, tokens) or np.array_equal(few, one)
-
-
-def test_spans_are_repeated_in_training_data_read_either_way(tmp_path):
-    texts = ["to be or not to be, that is the question: whether 't is nobler\n" * 3] * 40
-    documents = datasets.Dataset.from_dict({"text": texts})
-    plain = pack_documents(documents, TOKENIZER, 64, "concat")["input_ids"]
-    repeated = pack_documents(documents, TOKENIZER, 64, "concat", 0.5)["input_ids"]
-    expected = [repeat_spans(row.numpy(), number, 0.5) for number, row in enumerate(plain)]
-    assert [row.tolist() for row in repeated] == [row.tolist() for row in expected]
-    streamed = pack_stream(documents.to_iterable_dataset(), TOKENIZER, 64, "concat", 0.5)
-    assert [row["input_ids"] for row in streamed] == [row.tolist() for row in expected]
-    assert any(row.tolist() != other.tolist() for row, other in zip(repeated, plain, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["text", "random", "both"])

@@ -95,7 +95,7 @@ def test_gains_by_kind_and_tokens_to_copying():
 def test_models_that_copy_lean_as_independent_keys_and_values_do() -> None:
     """By hand: the first head leans the same way, and the second, whose key is shifted, from the third seed on."""
     claim = by_statement(records({2: [0.03, 0.04, 0.05, 0.06]}))[
-        "2 layers, at the end: keys and values lean the same way in as many KV heads as in Table 5"
+        "2 layers, at the end: alpha1 > alpha2 exactly when beta1 > beta2 in as many KV heads as in Table 5"
     ]
     assert claim.ours.startswith("75.0 % (")
     assert claim.direction == "not shown"

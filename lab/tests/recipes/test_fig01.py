@@ -75,7 +75,7 @@ def test_five_of_five_do_not_decide_what_has_no_interval() -> None:
 def test_what_was_not_learned_was_not_within_the_steps_that_there_were() -> None:
     curves = {**ALWAYS, "vanilla, 1 layer": (0.1, 0.3, 0.5, 0.7), "KV-shift, 1 layer": AT_ONCE}
     slow = fig01a.RECIPE.claims(records(curves))[1]
-    assert slow.statement == "One layer without does not within 400 steps"
+    assert slow.statement == "One layer without KV shift does not learn the task in 400 steps"
 
 
 def test_four_layers_sooner_than_two_fails_the_claim() -> None:

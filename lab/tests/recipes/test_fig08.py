@@ -162,7 +162,7 @@ def test_published_errors_are_met_by_the_spread_of_our_seeds():
     far = {**near, 16: 0.5}
     for on, direction, note in ((near, "holds", "7 of 7"), (far, "fails", "6 of 7")):
         claim = RECIPE.claims(records("paper", 5, [0.1] * 3, [0.2] * 3, on=on))[-1]
-        assert claim.statement.startswith("Vanilla with 5 layers errs as published")
+        assert claim.statement.startswith("Vanilla with 5 layers: the error rate matches the paper")
         assert claim.direction == direction
         assert claim.note.startswith(note)
     assert RECIPE.claims(records("paper", 5, [0.1], [0.2], on=near))[-1].direction == "not shown"

@@ -127,7 +127,7 @@ def test_a_ratio_that_is_not_1_may_be_near_enough():
             )
     _, soon = RECIPE.claims(given)
     assert soon.direction == "holds"
-    assert soon.statement == "At 3.2M parameters KV shift changes how soon it is by less than a factor of 1.25"
+    assert soon.statement == "At 3.2M parameters KV shift needs 0.8 to 1.25 times as many steps"
     assert soon.ours.startswith("KV-shift needs 1.06 of the steps of vanilla (95 % interval 1.06 to 1.06")
 
 

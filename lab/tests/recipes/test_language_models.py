@@ -58,7 +58,7 @@ def seeds(losses: Mapping[str, Sequence[float]], points: Sequence[GridPoint] = (
 
 
 def paper_grid(variant: str, flip: float = 1.0) -> list[Record]:
-    """Return the paper's cells as tuning runs, and a run per length at one rate; `flip` = -1 reverses their order."""
+    """Return the paper's cells as tuning runs, and one run per length; `flip` = -1 reverses their order."""
     found = []
     for (rate, length), loss in LOSSES[variant].items():
         found.append(made(variant, GridPoint(12, length), flip * loss, seed=1000, rate=rate, tuning=True))
@@ -248,7 +248,7 @@ def test_the_ablation_asks_four_questions_of_each_depth() -> None:
     claims = find_recipe("fig07a").claims(seeds(losses, points))
     assert [claim.direction for claim in claims] == ["holds"] * 12
     means = [claim for claim in claims if claim.own]
-    assert [claim.statement.partition(", ")[0] for claim in means] == ["Mean over 2 places"] * 4
+    assert [claim.statement.partition(", ")[0] for claim in means] == ["Mean over 2 size/context pairs"] * 4
 
 
 def test_the_mean_over_places_is_one_for_each_seed() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvshift_lab.core.json_lines import read_lines
 from kvshift_lab.recipes.catalogue import find_recipe
 from kvshift_lab.study.claims import Claim
 from kvshift_lab.study.recipe import Record, without_tuning_runs
@@ -125,3 +126,13 @@ def test_which_runs_were_made_on_a_gpu() -> None:
     runs = read_records(ROOT / "results/decide/laptop.jsonl")
     on_a_gpu = [record for record in runs if "NVIDIA" in str(record.environment["hardware"]["device"])]
     assert f"{len(on_a_gpu)} of the {len(runs)} runs of `decide`" in page_text("docs/lessons.md")
+
+
+def test_a_token_of_generation() -> None:
+    rows = read_lines(ROOT / "results/host/2026-11-28-projections.jsonl")
+    ratios = {row["cache"]: row["ratio"] for row in rows if row["model"] == "kv shift"}
+    expected = (
+        f"a token takes {ratios['dynamic']:.2f} times as long as with transformers' own Llama on a CPU, "
+        f"{ratios['static']:.2f} with a static cache"
+    )
+    assert expected in page_text("README.md")

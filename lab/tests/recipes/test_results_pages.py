@@ -98,8 +98,8 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
             )
     write_records(path, records)
     text = results_page(claims_of(results))
-    assert "| own best of 3 |" in text
-    assert "at one rate |" not in text
+    assert "| best of 3 rates per arm |" in text
+    assert "at the same learning rate |" not in text
     (text,) = recipe_pages(complete_presets(results)).values()
     assert "At an end of the grid, so a better rate may lie beyond it: vanilla, 2 layers (0.004)." in text
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvshift import ShiftState
-from kvshift.models.versions import CACHE
+from kvshift.models.extending import CACHE
 from kvshift_lab.variants.building import build_model, describe
 from kvshift_lab.variants.by_name import find_variant, with_variant
 from kvshift_lab.variants.fox_shift import FoXShift

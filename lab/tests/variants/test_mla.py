@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DeepseekV2Config, DynamicCache
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 
-from kvshift.models.versions import CACHE
+from kvshift.models.extending import CACHE
 from kvshift_lab.variants.building import describe
 from kvshift_lab.variants.by_name import find_variant, with_variant
 from kvshift_lab.variants.mla import MLALlamaConfig, MLALlamaForCausalLM

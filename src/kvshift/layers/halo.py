@@ -102,9 +102,9 @@ def shift_shard(
     for name, halo in zip(shifted, halos, strict=True):
         before = halo.flatten(0, 1)
         states[name] = before if same_document is None else torch.where(same_document, before, 0)
-    where: dict[str, Any] = {"seq_idx": documents, "keep_state": False, "backend": backend}
-    where["state"] = ShiftState(states["k"], states["v"], rows, states.get("q"))
-    *results, _ = shift_norm_rope(by_chunk["q"], by_chunk["k"], by_chunk["v"], alpha, beta, gamma, **where)
+    state = ShiftState(states["k"], states["v"], rows, states.get("q"))
+    options: dict[str, Any] = {"seq_idx": documents, "state": state, "keep_state": False, "backend": backend}
+    *results, _ = shift_norm_rope(by_chunk["q"], by_chunk["k"], by_chunk["v"], alpha, beta, gamma, **options)
     q_hat, k_hat, v_hat = (None if x is None else x.unflatten(0, (-1, chunks)).flatten(1, 2) for x in results)
     return q_hat, k_hat, v_hat  # type: ignore[return-value]
 

@@ -56,7 +56,7 @@ def _commit() -> str | None:
     """Return the commit of this package's working tree, with "+" if tracked files differ from it; None if installed."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
 
     try:

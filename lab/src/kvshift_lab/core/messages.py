@@ -10,5 +10,5 @@ def log(text: str, *, command: str | None = None) -> None:
     print(text if command is None else f"kvshift {command}: {text}", file=sys.stderr, flush=True)
 
 
-def quiet(text: str) -> None:
+def no_log(text: str) -> None:
     """Print nothing: a replacement for `log` if the message is printed elsewhere."""

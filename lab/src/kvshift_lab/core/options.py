@@ -44,8 +44,13 @@ ADDED_LATER = option_metadata(OptionTrait.ADDED_LATER)
 RECORDED = ("config_hash", "data_facts", "extended")
 """Entries that a run records in addition to its options; "extended" stands in older records."""
 
-REMOVED = frozenset({"tune", "lora_rank"})
+REMOVED = frozenset({"tune", "lora_rank", "repeated_spans"})
 """Options of older runs, which had no effect where they were None; elsewhere, such a run cannot be continued."""
+
+
+def is_removed(name: str, value: Any) -> bool:
+    """Return True for an option of an older run that had no effect. Its name may include its group: "data.corpus"."""
+    return value is None and name.rpartition(".")[2] in REMOVED
 
 
 @cache
@@ -75,7 +80,7 @@ def options_hash(options: type, values: Mapping[str, Any]) -> str:
         if name not in free and not (name in late | REMOVED and value is None)
     }
     for group, its_options in _groups(options).items():
-        late, given = option_names(its_options, OptionTrait.ADDED_LATER), decisive.get(group, {})
+        late, given = option_names(its_options, OptionTrait.ADDED_LATER) | REMOVED, decisive.get(group, {})
         kept = {name: value for name, value in given.items() if name not in late or value is not None}
         decisive |= {group: kept} if kept else {}
     return digest(decisive)
@@ -117,10 +122,11 @@ def to_json(config: Any) -> dict[str, Any]:
 def from_json(cls: type, values: Mapping[str, Any], where: str = "") -> Any:
     """Return an instance of `cls` from the values of `to_json`. Raise a LabError for an unknown field."""
     hints = get_type_hints(cls)
-    unknown = [name for name in values if name not in hints]
+    given = {name: value for name, value in values.items() if not is_removed(name, value)}
+    unknown = [name for name in given if name not in hints]
     if unknown:
         raise LabError(f"unknown field {where}{unknown[0]}; known: {', '.join(hints)}")
-    return cls(**{name: _revive(hints[name], value, f"{where}{name}.") for name, value in values.items()})
+    return cls(**{name: _revive(hints[name], value, f"{where}{name}.") for name, value in given.items()})
 
 
 def _revive(hint: Any, value: Any, where: str) -> Any:

@@ -17,8 +17,8 @@ SHARED_DATA_ENV = "KVSHIFT_SHARED_DATA"
 # A byte-level BPE starts from the 256 bytes and adds the end-of-text token.
 SMALLEST_VOCABULARY = 257
 
-SHORTEST_WITH_SPANS = 64
-"""Minimum sequence length, in tokens, with repeated spans: a span has 16 tokens to a quarter of the sequence."""
+SHORTEST_PERIODIC = 64
+"""Minimum length, in tokens, of sequences that repeat a span, which has up to 63."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,6 @@ class DataConfig:
     """How documents share a sequence. concat: attention and shift cross from one document to the next, as in the paper.
     documents: no document sees another."""
 
-    repeated_spans: float | None = field(default=None, metadata=ADDED_LATER)
-    """Fraction of the training sequences in which a span of tokens is copied over a later one, to give the model more
-    to copy: above 0 and at most 1, only with packing concat. The validation text is not changed."""
-
     periodic: Literal["text", "random", "both"] | None = field(default=None, metadata=ADDED_LATER)
     """Train on sequences that repeat a span of 16 to 63 tokens to their end, from which a model learns to copy: the
     first tokens of each sequence of text, random tokens of the whole vocabulary, or both, each in half of the
@@ -98,21 +94,16 @@ def check_data_config(config: DataConfig) -> None:
     for item in dataclasses.fields(config):
         if getattr(config, item.name) == "":
             raise LabError(f"{item.name} must not be empty")
-    length, held_out, spans = config.sequence_length, config.validation_fraction, config.repeated_spans
+    length, held_out = config.sequence_length, config.validation_fraction
     require(length >= 2, "sequence_length", length, "2 or more (a token and its successor)")
     require(0 < held_out < 1, "validation_fraction", held_out, "between 0 and 1, both excluded")
     require(config.packing in ("concat", "documents"), "packing", config.packing, "concat or documents")
-    require(spans is None or 0 < spans <= 1, "repeated_spans", spans, "above 0 and at most 1")
     kinds = (None, "text", "random", "both")
     require(config.periodic in kinds, "periodic", config.periodic, "text, random, both or left out")
-    for name in ("repeated_spans", "periodic"):
-        if getattr(config, name) and config.packing != "concat":
-            raise LabError(f"{name} must be left out with packing {config.packing}: a span would cross documents")
-        if getattr(config, name):
-            least = f"{SHORTEST_WITH_SPANS} or more with {name}"
-            require(length >= SHORTEST_WITH_SPANS, "sequence_length", length, least)
-    if spans:
-        require(config.periodic is None, "periodic", config.periodic, "left out with repeated_spans")
+    if config.periodic is not None:
+        if config.packing != "concat":
+            raise LabError(f"periodic must be left out with packing {config.packing}: a span would cross documents")
+        require(length >= SHORTEST_PERIODIC, "sequence_length", length, f"{SHORTEST_PERIODIC} or more with periodic")
     if config.tokenizer is None:
         least = f"{SMALLEST_VOCABULARY} or more (256 bytes and <|endoftext|>)"
         require(config.vocab_size >= SMALLEST_VOCABULARY, "vocab_size", config.vocab_size, least)

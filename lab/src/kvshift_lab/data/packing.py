@@ -7,8 +7,7 @@ tokens; an incomplete last sequence is dropped. For A = a1 a2 a3, B = b1 and C =
     position_ids   0  1  2  3 |  0  1  0  1      packing "documents" only
     labels         - a2 a3  $ |  -  $  - c2      packing "documents"; - is -100: not predicted
 
-`repeat_spans` copies a span of a sequence over a later one, in a fraction of the sequences; `make_periodic` repeats a
-span to the end, in all of them.
+`make_periodic` repeats a span of a sequence to its end.
 
 Shapes: B sequences, T positions in a sequence.
 """
@@ -36,8 +35,8 @@ _BATCH_CHARACTERS = 2**20
 # Size of the shuffle buffer of a stream, in sequences.
 _SHUFFLE_ROWS = 1024
 
-# First part of the seed for repeated spans and for periodic sequences; the second part is the index of the sequence.
-_SPANS, _PERIODIC = 5081, 1663
+# First part of the seed for periodic sequences; the second part is the index of the sequence.
+_PERIODIC = 1663
 
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 16, 63
 
@@ -47,11 +46,10 @@ def pack_documents(
     tokenizer: PreTrainedTokenizerFast,
     sequence_length: int,
     packing: str,
-    repeated_spans: float | None = None,
     periodic: str | None = None,
 ) -> datasets.Dataset:
     """Return the sequences of `documents`, stored in the cache of Hugging Face datasets."""
-    layout = _layout(tokenizer, sequence_length, packing, repeated_spans, periodic)
+    layout = _layout(tokenizer, sequence_length, packing, periodic)
     decisive = [value for value in layout.values() if value is not None]
     key = fingerprint("rows", documents._fingerprint, tokenizers.__version__, *decisive)
     rows = cached_dataset(_rows, _features(sequence_length, packing), key, documents=documents, **layout)
@@ -63,7 +61,6 @@ def pack_stream(
     tokenizer: PreTrainedTokenizerFast,
     sequence_length: int,
     packing: str,
-    repeated_spans: float | None = None,
     periodic: str | None = None,
     *,
     seed: int | None = None,
@@ -79,7 +76,7 @@ def pack_stream(
         gen_kwargs={
             "seed": seed,
             "documents": documents,
-            **_layout(tokenizer, sequence_length, packing, repeated_spans, periodic),
+            **_layout(tokenizer, sequence_length, packing, periodic),
         },
     )
 
@@ -147,28 +144,6 @@ def encoder(backend: str) -> tokenizers.Tokenizer:
     return encode
 
 
-def repeat_spans(tokens: np.ndarray, number: int, fraction: float) -> np.ndarray:
-    """With probability `fraction`, copy one span of a sequence over a later one; otherwise return it unchanged.
-
-        tokens[b : b + n] = tokens[a : a + n],  n in 16 .. T / 4,  a in 0 .. T - 2 n,  b in a + n .. T - n, all uniform
-
-    Args:
-        tokens: (T,), T >= 64.
-        number: index of the sequence. It alone seeds the draws, which are thus the same for every seed of a run.
-        fraction: probability between 0 and 1.
-    """
-    random = np.random.default_rng([_SPANS, number])
-    if random.random() >= fraction:
-        return tokens
-    length = len(tokens)
-    n = int(random.integers(16, length // 4 + 1))
-    source = int(random.integers(length - 2 * n + 1))
-    target = int(random.integers(source + n, length - n + 1))
-    tokens = tokens.copy()
-    tokens[target : target + n] = tokens[source : source + n]
-    return tokens
-
-
 def make_periodic(tokens: np.ndarray, number: int, kind: str, vocab_size: int) -> np.ndarray:
     """Return a sequence that repeats a span to its end.
 
@@ -176,7 +151,7 @@ def make_periodic(tokens: np.ndarray, number: int, kind: str, vocab_size: int) -
 
     Args:
         tokens: (T,), T >= 64.
-        number: index of the sequence. It alone seeds the draws, as in `repeat_spans`.
+        number: index of the sequence. It alone seeds the draws, which are thus the same for every seed of a run.
         kind: "text": x is `tokens`. "random": x is uniform in 0 .. vocab_size - 1. "both": either, each in half of the
             sequences.
         vocab_size: number of tokens of the tokenizer.
@@ -192,7 +167,6 @@ def _layout(
     tokenizer: PreTrainedTokenizerFast,
     sequence_length: int,
     packing: str,
-    repeated_spans: float | None,
     periodic: str | None,
 ) -> dict[str, Any]:
     """Return the arguments of `_rows` other than the documents."""
@@ -201,7 +175,6 @@ def _layout(
         "eos": tokenizer.eos_token_id,
         "sequence_length": sequence_length,
         "packing": packing,
-        "repeated_spans": repeated_spans,
         "periodic": periodic,
     }
 
@@ -212,13 +185,10 @@ def _rows(
     eos: int,
     sequence_length: int,
     packing: str,
-    repeated_spans: float | None,
     periodic: str | None,
 ) -> Iterator[dict[str, np.ndarray]]:
     encode = encoder(backend)
     for number, row in enumerate(pack(texts(documents), encode, eos, sequence_length, packing)):
-        if repeated_spans:
-            row["input_ids"] = repeat_spans(row["input_ids"], number, repeated_spans)
         if periodic:
             row["input_ids"] = make_periodic(row["input_ids"], number, periodic, encode.get_vocab_size())
         yield row

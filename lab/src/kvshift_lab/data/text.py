@@ -45,7 +45,7 @@ def load_text_data(config: DataConfig, *, seed: int, tokenizer_folder: Path) -> 
 
     validation = pack_documents(held_out, *layout)
     _refuse_short(validation, "validation", config)
-    layout = (*layout, config.repeated_spans, config.periodic)
+    layout = (*layout, config.periodic)
     if isinstance(documents, datasets.Dataset):
         train = pack_documents(documents, *layout)
         _refuse_short(train, "training", config)

@@ -51,6 +51,7 @@ _ORDER = [
     "fig05",
     "fig06",
     "encoder",
+    "repetition",
     "mqar",
 ]
 """Order of the list and of the results page; recipes that are not named here follow in alphabetical order."""

@@ -43,9 +43,10 @@ all of them. [The summary](summary.md) has the main claims. A 95 % t-interval ov
 none, the exact two-sided sign test of the seeds whose order is known, at 5 %: six of six are enough, five of five are
 not. "Did not learn" means: not within the given number of steps, at its best learning rate. That is the best of a grid
 that is the same for all variants, chosen by separate runs. Where all arms share one learning rate, the verdict is
-marked "at one rate": another rate may suit the other variant better. Where every model has several rates, each claim
-names its rate. Each interval is a 95 % interval by itself: one in twenty true nulls is expected to show a difference.
-Every preset but *paper* is smaller than the setting of the paper, so only the direction of a claim can hold or fail.
+marked "at the same learning rate": another rate may suit the other variant better. Where every model has several
+rates, each claim names its rate. Each interval is a 95 % interval by itself: one in twenty true nulls is expected to
+show a difference. Every preset but *paper* is smaller than the setting of the paper, so only the direction of a claim
+can hold or fail.
 """
 
 _OWN = """## Our own questions

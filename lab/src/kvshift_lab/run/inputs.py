@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.core.messages import quiet
+from kvshift_lab.core.messages import no_log
 from kvshift_lab.core.options import digest
 from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.files import file_digest, file_stamp, find_texts, text_digest
@@ -41,7 +41,7 @@ def identify_inputs(data: DataConfig, init_from: str | None = None) -> dict[str,
         found["data.validation"] = text_digest(validation)
     if init_from is not None:
         try:
-            found["init_from"] = identify_model(*locate(init_from, quiet))
+            found["init_from"] = identify_model(*locate(init_from, no_log))
         except LabError as error:
             raise LabError(f"init_from: {str(error).removeprefix('model: ')}") from error
     elif data.tokenizer is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshift_lab.core.errors import LabError
-from kvshift_lab.core.messages import quiet
+from kvshift_lab.core.messages import no_log
 from kvshift_lab.data.hub import is_hub_name, require_on_hub
 from kvshift_lab.run.checkpoints import is_complete, list_checkpoints
 
@@ -33,7 +33,7 @@ def require_models(*names: str) -> None:
         if is_hub_name(name):
             require_on_hub(name, "model")
         else:
-            model_folder(name, quiet)
+            model_folder(name, no_log)
 
 
 def model_folder(name: str | Path, log: Callable[[str], Any]) -> Path:

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from kvshift_lab.core.atomic import write_json
-from kvshift_lab.core.messages import log, quiet
+from kvshift_lab.core.messages import log, no_log
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.tokenizers import save_tokenizer
 from kvshift_lab.run.folder import RunFolder, read_metrics
@@ -58,7 +58,7 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
     """
     processes = Processes(cpu=uses_cpu(config))
     folder = RunFolder(config.out)
-    log = _log if processes.is_main else quiet
+    log = _log if processes.is_main else no_log
     disable_progress_bar()  # which transformers shows for every file that it writes
     if not (config.progress and sys.stderr.isatty()):
         disable_progress_bars()  # which datasets shows while text is read and packed

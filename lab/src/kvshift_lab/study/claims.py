@@ -147,7 +147,7 @@ def lower_loss(
     return Claim(
         statement=statement,
         paper=paper or "not asked",
-        ours=verdict(_differences(ours, theirs), names=names).text,
+        ours=verdict(minus(ours, theirs), names=names).text,
         direction=lower(ours, theirs),
         note=note or f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
         own=not paper,
@@ -171,7 +171,7 @@ def not_testable(claim: Claim, why: str) -> Claim:
 
 def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
     """Decide whether ours are higher, by the 95 % t-interval of the differences, paired by seed, as in `verdict`."""
-    return _OF_OUTCOME.get(verdict(_differences(ours, theirs)).outcome, "not shown")
+    return _OF_OUTCOME.get(verdict(minus(ours, theirs)).outcome, "not shown")
 
 
 def lower(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
@@ -185,7 +185,7 @@ def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> 
     These are two one-sided tests at 2.5 % each. If the interval lies completely outside on one side, the claim fails;
     otherwise nothing is shown. If all differences are 0 there is no spread for an interval, and the sign test decides.
     """
-    differences = _differences(ours, theirs)
+    differences = minus(ours, theirs)
     if not any(differences):
         return sign_test(len(differences), 0)
     interval = difference_interval(differences)
@@ -263,7 +263,7 @@ def points(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
     Digits are added if a nonzero end of the interval would be printed as 0.
     """
-    differences = _differences(ours, theirs)
+    differences = minus(ours, theirs)
     if not any(differences) and len(differences) > 1:
         return f"no difference in any of {len(differences)} seeds"
     interval = difference_interval(differences)
@@ -277,7 +277,7 @@ def points(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 def times(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Format the ratio of numbers given as logarithms, paired by seed: the geometric mean with its interval."""
-    logs = _differences(ours, theirs)
+    logs = minus(ours, theirs)
     interval = difference_interval(logs)
     ends = interval and " to ".join(f"{math.exp(end):.2f}" for end in interval)
     return _with_ends(f"times {math.exp(statistics.fmean(logs)):.2f}", len(logs), ends)
@@ -291,5 +291,6 @@ def _with_ends(mean: str, seeds: int, ends: str | None) -> str:
     return f"{mean} (95 % interval {ends})"
 
 
-def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+def minus(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Return the differences of paired numbers."""
     return [one - other for one, other in zip(ours, theirs, strict=True)]

@@ -164,8 +164,8 @@ class TrainingJob(RunJob):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredJob(TrainingJob):
-    """Train one model, then measure it; the measurements are in a file in the run folder and among the results.
+class MeasuredJob(RunJob):
+    """A mixin that measures a model after its training, writes a file in the run folder, and records the results.
 
     Attributes:
         result_name: name of the result and of its file.
@@ -174,8 +174,8 @@ class MeasuredJob(TrainingJob):
     result_name: ClassVar[str]
 
     @abstractmethod
-    def measure(self, model: Any) -> dict[str, Any]:
-        """Measure the trained model, on its current device, and return the results as JSON."""
+    def measure(self, model: Any, out: Path) -> dict[str, Any]:
+        """Measure the model that was trained in the folder `out`, on its current device; return the results as JSON."""
 
     def is_finished(self, out: Path) -> bool:
         return super().is_finished(out) and self._file(out).exists()
@@ -186,7 +186,7 @@ class MeasuredJob(TrainingJob):
             if not self.is_finished(out):
                 model: Any = AutoModelForCausalLM.from_pretrained(out / "model")
                 device = "cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu"
-                write_json(self._file(out), self.measure(model.to(device)))
+                write_json(self._file(out), self.measure(model.to(device), out))
 
     def record(self, out: Path) -> dict[str, Any]:
         """Return the record of the run; its results include the measurements."""

@@ -69,7 +69,7 @@ def heading(recipe: Recipe, preset: str) -> str:
 def verdict_text(claim: Claim, rates: str) -> str:
     """Return the verdict in bold. It states if the decision involved no runs, or one learning rate for all variants."""
     at_one = claim.direction in ("holds", "fails") and rates in (_ONE, _ONE_EACH)
-    return f"**{claim.direction}**{f' by {claim.by}' if claim.by else ' at one rate' if at_one else ''}"
+    return f"**{claim.direction}**{f' by {claim.by}' if claim.by else ' at the same learning rate' if at_one else ''}"
 
 
 def section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], figure: str) -> str:
@@ -113,7 +113,7 @@ def rates_of(records: Sequence[Record]) -> str:
     chose = [record for record in records if record.tuning_for is not None]
     if chose:
         grid = {rate for by_rate in by_tuned_arm(chose).values() for rate in by_rate}
-        return f"own best of {len(grid)}"
+        return f"best of {len(grid)} rates per arm"
     by_model: dict[str, set[float]] = {}
     for record in records:
         if "optimizer" in record.options:

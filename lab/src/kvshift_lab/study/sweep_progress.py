@@ -21,12 +21,11 @@ _TAIL = 2**16  # bytes that are read from the end of a file of metrics
 
 
 @contextmanager
-def report_progress(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None = None) -> Iterator[set[int]]:
+def report_progress(jobs: Sequence[tuple[Job, Path]]) -> Iterator[set[int]]:
     """Report the number of finished jobs, the progress of the others and the estimated time left, inside the block.
 
     Args:
         jobs: jobs and their folders, from whose files the progress is read.
-        seconds: time between two reports; None for 1 on a terminal, with a progress bar, and 60 elsewhere.
 
     Yields:
         The numbers of the jobs that have ended, for the caller to fill in.
@@ -34,7 +33,7 @@ def report_progress(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None =
     bar: Any = tqdm(
         total=len(jobs), leave=False, disable=None, bar_format="{desc} {bar:20} {elapsed}<{remaining}{postfix}"
     )
-    apart = seconds if seconds is not None else _REPORT_SECONDS if bar.disable else 1.0
+    apart = _REPORT_SECONDS if bar.disable else 1.0
     end, start, ended = threading.Event(), time.monotonic(), set[int]()
 
     def read_progress() -> list[tuple[str, float]]:

@@ -54,8 +54,8 @@ class KeyOffset(TokenMixing):
 
 def _marked(k: Tensor) -> Tensor:
     """Append a dimension that is 1 for tokens and 0 for padding; the shift makes it 0 where no token precedes."""
-    real_BT11 = (k != 0).flatten(2).any(-1)[..., None, None]
-    return torch.cat([k, real_BT11.expand(*k.shape[:3], 1).to(k.dtype)], dim=-1)
+    not_padding_BT11 = (k != 0).flatten(2).any(-1)[..., None, None]
+    return torch.cat([k, not_padding_BT11.expand(*k.shape[:3], 1).to(k.dtype)], dim=-1)
 
 
 _FIELDS = {"shift_targets": ["k"], "shift_window": 2}

@@ -229,7 +229,7 @@ def test_folders_that_cannot_be(shifted: Path, task_run: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("place", ["lm_head.weight", "model.layers.0.self_attn.k_proj.weight"])
-def test_what_is_not_finite_leaves_nothing(place: str, shifted: Path, tmp_path: Path) -> None:
+def test_non_finite_values_write_no_file(place: str, shifted: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(shifted, tmp_path / "large")
     weights = load_file(folder / "model.safetensors")
     weights[place] = torch.full_like(weights[place], 3e38)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvshift_lab.commands.compare.report import verdicts, write_report
+from kvshift_lab.commands.compare.summary import summarize
+from kvshift_lab.core.atomic import read_json
 
 from ...analysis.pages import Page
 from ...analysis.run_folders import write_pair, write_run
@@ -40,11 +42,19 @@ def add_probes(out, *, names):
         path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *found]))
 
 
+def report(folder, *runs, **options):
+    """Write the report of the runs in a folder, and return their summary."""
+    found, times = records(folder, *runs), folder / "step_time.json"
+    summary = summarize(found, read_json(times) if times.exists() else None)
+    write_report(folder, found, summary, **options)
+    return summary
+
+
 class Report:
-    """The files that `write_report` leaves in a folder, and the summary that it returns."""
+    """The files that `write_report` leaves in a folder, and the summary that they show."""
 
     def __init__(self, folder, *runs, **options):
-        self.folder, self.summary = folder, write_report(folder, records(folder, *runs), **options)
+        self.folder, self.summary = folder, report(folder, *runs, **options)
         self.text = (folder / "report.html").read_text(encoding="utf-8")
         self.page = Page(self.text)
         self.words = self.page.text
@@ -131,7 +141,7 @@ def test_the_comparison_of_the_readme_is_still_drawn(tmp_path):
     root = Path(__file__).parents[4]
     kept = root / "results" / "compare"
     shutil.copytree(kept, tmp_path / "compare", ignore=shutil.ignore_patterns("learning_rates"))
-    write_report(tmp_path / "compare", records(tmp_path / "compare", range(10, 20)))
+    report(tmp_path / "compare", range(10, 20))
     drawn, published, page = (
         [line for line in path.read_text().splitlines() if "|" in line]
         for path in (tmp_path / "compare" / "table.md", kept / "table.md", root / "docs" / "compare.md")

@@ -26,7 +26,7 @@ from kvshift_lab.commands.retrofit import command
 from kvshift_lab.commands.retrofit.command import retrofit
 from kvshift_lab.commands.retrofit.options import RetrofitOptions
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import quiet
+from kvshift_lab.core.messages import no_log
 from kvshift_lab.run.loading import load_model
 
 from ...generation_cases import SHAPE, save_model, tokenizer
@@ -64,7 +64,7 @@ def test_a_folder_in_a_folder_out(qwen2: Path, tmp_path: Path, capsys: pytest.Ca
     assert list(out.parent.iterdir()) == [out]
 
     plain = AutoModelForCausalLM.from_pretrained(qwen2)
-    for model in (load_kv_shift(out), load_model(str(out), log=quiet).model):
+    for model in (load_kv_shift(out), load_model(str(out), log=no_log).model):
         assert type(model).__name__ == "KVShiftQwen2ForCausalLM"
         assert (model.config.shift_targets, model.config.shift_window) == (["q", "k", "v"], 3)
         assert torch.equal(model(IDS).logits, plain(IDS).logits)

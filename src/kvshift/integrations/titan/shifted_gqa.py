@@ -88,8 +88,8 @@ class TitanShift(Module):
         gamma, alpha, beta = (mixes.get(target) for target in ("q", "k", "v"))
         if self.group is not None:
             moved = q if gamma is not None else None
-            where: dict[str, Any] = {"positions": positions, "group": self.group, "layout": self.layout}
-            q_hat, k_hat, v_hat = shift_shard(k, v, alpha, beta, q=moved, gamma=gamma, **where)
+            shard: dict[str, Any] = {"positions": positions, "group": self.group, "layout": self.layout}
+            q_hat, k_hat, v_hat = shift_shard(k, v, alpha, beta, q=moved, gamma=gamma, **shard)
             return q if q_hat is None else q_hat, k_hat, v_hat
         documents = None if positions is None else (positions == 0).cumsum(1).expand(k.shape[0], -1)
         q_hat, k_hat, v_hat, _ = shift_norm_rope(q, k, v, alpha, beta, gamma, seq_idx=documents, keep_state=False)

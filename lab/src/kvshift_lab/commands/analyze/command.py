@@ -24,7 +24,7 @@ from kvshift_lab.analysis.maps import counts_by_layer
 from kvshift_lab.commands.analyze.options import AnalyzeConfig
 from kvshift_lab.core.atomic import write_bytes, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.core.messages import log, quiet
+from kvshift_lab.core.messages import log, no_log
 from kvshift_lab.core.options import to_json
 from kvshift_lab.run.head_scores import Measured, attention_maps, measure_heads, sequences_for
 from kvshift_lab.run.loading import load_tokenizer, load_weights
@@ -43,7 +43,7 @@ def analyze(config: AnalyzeConfig) -> Path:
     config.check()
     out = config.run / "analysis" if config.out is None else config.out
     folder = model_folder(config.run, _log)  # prints the checkpoint's name; `locate` need not
-    tokenizer = None if config.text is None else load_tokenizer(locate(str(config.run), quiet)[1])
+    tokenizer = None if config.text is None else load_tokenizer(locate(str(config.run), no_log)[1])
     logging.disable_progress_bar()
     model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")
     lowest = _lowest_token(config.run) if config.lowest_token is None else config.lowest_token

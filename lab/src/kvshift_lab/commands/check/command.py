@@ -15,7 +15,7 @@ from kvshift_lab.check.suite import report_with_environment
 from kvshift_lab.commands.check.options import CheckConfig
 from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.errors import CheckFailedError, LabError, nearest
-from kvshift_lab.core.messages import log, quiet
+from kvshift_lab.core.messages import log, no_log
 from kvshift_lab.data.hub import is_hub_name, require_on_hub
 from kvshift_lab.run.loading import load_tokenizer, load_weights
 from kvshift_lab.run.model_files import locate, model_folder
@@ -99,7 +99,7 @@ def _load(config: CheckConfig) -> tuple[Any, Any, list[str]]:
     elif config.dtype == "float64":
         model = model.double()
     try:
-        _, where = locate(config.model, quiet)
+        _, where = locate(config.model, no_log)
     except LabError:  # no tokenizer: the configuration has the special tokens
         return model, None, notes
     return model, load_tokenizer(where), notes

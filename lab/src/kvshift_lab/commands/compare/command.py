@@ -19,7 +19,7 @@ from typing import Any
 from kvshift_lab.analysis.tables import as_text
 from kvshift_lab.commands.compare.options import CompareConfig
 from kvshift_lab.commands.compare.report import run_folder, verdicts, write_report
-from kvshift_lab.commands.compare.summary import legend, table
+from kvshift_lab.commands.compare.summary import legend, summarize, table
 from kvshift_lab.core.atomic import read_json, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log
@@ -55,10 +55,10 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         records = _run(config)
         with RunFolder(out).locked():
             folders = {variant: run_folder(out, first, variant) for variant in config.variants}
-            _measure_step_time(config, folders)
+            summary = summarize(records, _step_time(config, folders))
             _write_samples(config, folders)
             more = config.with_seeds(3) if config.seeds == 1 else None
-            summary = _report(out, records, more)
+            _write_report(out, records, summary, more)
     except KeyboardInterrupt:
         raise InterruptedRunError(
             "interrupted; finished work is kept, and the same command resumes", signal.SIGINT
@@ -126,14 +126,17 @@ def _run(config: CompareConfig) -> list[Record]:
         raise
 
 
-def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:
+def _step_time(config: CompareConfig, folders: dict[str, Path]) -> dict[str, Any] | None:
+    """Return the times of training steps, measured now if that is requested and not done; None if there are none."""
     path = config.train.out / "step_time.json"
-    if config.step_time_seconds == 0 or (path.exists() and [*read_json(path)["milliseconds"]] == [*folders]):
-        return
+    measured = read_json(path) if path.exists() else None
+    if config.step_time_seconds == 0 or (measured is not None and [*measured["milliseconds"]] == [*folders]):
+        return measured
     from kvshift_lab.commands.compare.step_time import measure_step_time
 
     log(f"\ntiming training steps of all models in turn ({config.step_time_seconds:g} s)")
     write_json(path, measure_step_time(folders, config.step_time_seconds))
+    return read_json(path)
 
 
 def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
@@ -151,9 +154,9 @@ def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
     write_json(path, {"asked": what, **sample(folders, seed=config.train.seed, **asked)})
 
 
-def _report(out: Path, records: Sequence[Record], more: str | None) -> dict[str, Any]:
+def _write_report(out: Path, records: Sequence[Record], summary: dict[str, Any], more: str | None) -> None:
     try:
-        return write_report(out, records, more=more)
+        write_report(out, records, summary, more=more)
     except OSError as error:
         raise RunFailedError(
             f"the report in {out} could not be written: {error}; the runs are kept, and the same command writes it"

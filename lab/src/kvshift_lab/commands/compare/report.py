@@ -11,7 +11,7 @@ from typing import Any
 from kvshift_lab.analysis.curves import plot_coefficients, plot_curves, plot_probes, save_figure
 from kvshift_lab.analysis.pages import inline, render
 from kvshift_lab.analysis.tables import as_markdown
-from kvshift_lab.commands.compare.summary import legend, summarize, table
+from kvshift_lab.commands.compare.summary import legend, table
 from kvshift_lab.core.atomic import read_json
 from kvshift_lab.run.finished import read_run
 from kvshift_lab.study.recipe import Record
@@ -29,22 +29,18 @@ def verdicts(summary: dict[str, Any]) -> str:
     return "; ".join(found["text"] for found in summary["verdicts"].values())
 
 
-def write_report(out: Path, records: Sequence[Record], *, more: str | None = None) -> dict[str, Any]:
+def write_report(out: Path, records: Sequence[Record], summary: dict[str, Any], *, more: str | None = None) -> None:
     """Write the report of a comparison to its folder, replacing an earlier report.
 
-    Besides the records, it reads the folders of their runs, and step_time.json and samples.json if they exist. Writes
-    summary.json, table.md, curves.png and .svg, probes.png and .svg if there are probes, coefficients-seed-S.png and
-    .svg, and report.html.
+    Reads the folders of the runs, and samples.json if it exists. Writes summary.json, table.md, curves.png and .svg,
+    probes.png and .svg if there are probes, coefficients-seed-S.png and .svg, and report.html.
 
     Args:
         out: Folder of the comparison.
         records: Records of the runs; the variant of the first is the baseline.
+        summary: Their numbers; see `kvshift_lab.commands.compare.summary.summarize`.
         more: Command that runs more seeds, shown on the page. None: show no command.
-
-    Returns:
-        The summary; see `kvshift_lab.commands.compare.summary.summarize`.
     """
-    summary = summarize(records, _read_if_there(out / "step_time.json"))
     rows, explanation = table(summary), legend(summary)
     _write(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     text = f"{as_markdown(rows)}\n\n{explanation}\n\nValidation loss: {verdicts(summary)}.\n"
@@ -61,6 +57,7 @@ def write_report(out: Path, records: Sequence[Record], *, more: str | None = Non
             variant = "" if run.folder.name == "kvshift" else f"{run.folder.name}-"
             images = save_figure(figure, out / f"coefficients-{variant}seed-{record.seed}")
             coefficients.append({"name": run.name, "seed": record.seed, "image": inline(images[1])})
+    samples = out / "samples.json"
     page = render(
         _TEMPLATE,
         title=" and ".join(reversed(summary["names"].values())),
@@ -71,7 +68,7 @@ def write_report(out: Path, records: Sequence[Record], *, more: str | None = Non
         curves=inline(curves[1]),
         probes=probes and inline(save_figure(probes, out / "probes")[1]),
         coefficients=coefficients,
-        samples=_read_if_there(out / "samples.json"),
+        samples=read_json(samples) if samples.exists() else None,
         runs=[
             {
                 "name": run.name,
@@ -85,11 +82,6 @@ def write_report(out: Path, records: Sequence[Record], *, more: str | None = Non
         environment=json.dumps(baseline.environment, indent=1),
     )
     _write(out / "report.html", page)
-    return summary
-
-
-def _read_if_there(path: Path) -> Any:
-    return read_json(path) if path.exists() else None
 
 
 def _write(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from kvshift_lab.analysis.tables import as_text
 from kvshift_lab.commands.eval.options import EvalConfig
 from kvshift_lab.core.errors import LabError, RunFailedError, install_command, nearest
-from kvshift_lab.core.messages import log, quiet
+from kvshift_lab.core.messages import log, no_log
 from kvshift_lab.core.statistics import mean_of
 from kvshift_lab.data.config import SHARED_DATA_ENV
 from kvshift_lab.run.inputs import identify_model
@@ -89,7 +89,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     data = find_data(config.data)
     models = [config.model, *config.against]
     for model in models:  # report a missing model before hours of work
-        locate(model, quiet)
+        locate(model, no_log)
     tasks = load_tasks(names, data)
     found, sources = zip(*(_answers(model, tasks, config) for model in models), strict=True)
     results = [

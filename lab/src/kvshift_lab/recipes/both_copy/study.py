@@ -25,7 +25,7 @@ from kvshift_lab.recipes.decide.study import MARGIN, at_least
 from kvshift_lab.run.probes import KINDS
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study.arm import Arm, layers_text
-from kvshift_lab.study.claims import Claim, Direction, higher, holds_if, lower, question, within
+from kvshift_lab.study.claims import Claim, Direction, higher, holds_if, lower, minus, question, within
 from kvshift_lab.study.continued import ContinuedJob
 from kvshift_lab.study.jobs import TextJob
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, value_at, without_tuning_runs
@@ -245,12 +245,12 @@ def _both_copy(runs: Continued, where: str) -> list[Claim]:
         ),
         claim(
             "the gain is smaller at the end than after 2 million tokens",
-            f"{mean_text(gains)} against {mean_text(early)}, difference {mean_text(_minus(gains, early))}",
+            f"{mean_text(gains)} against {mean_text(early)}, difference {mean_text(minus(gains, early))}",
             lower(gains, early),
         ),
         claim(
             "at the end, the gain is larger on pairs seen in the row before than on targets that follow a new token",
-            f"{mean_text(seen)} against {mean_text(new)}, difference {mean_text(_minus(seen, new))}",
+            f"{mean_text(seen)} against {mean_text(new)}, difference {mean_text(minus(seen, new))}",
             higher(seen, new),
         ),
     ]
@@ -273,7 +273,7 @@ def _forgetting(runs: Continued, where: str) -> list[Claim]:
     kept = runs.keeps_more(RANDOM)
     after_random, after_spans = (runs.mean_gains(start) for start in (RANDOM, SPANS))
     both = min(len(after_random), len(after_spans))
-    more = _minus(after_random[:both], after_spans[:both])
+    more = minus(after_random[:both], after_spans[:both])
     return [
         question(
             statement=f"{RANDOM.capitalize()}, {where}: at the end, prefix matching is higher with the shift by "
@@ -289,10 +289,6 @@ def _forgetting(runs: Continued, where: str) -> list[Claim]:
             note="nats per token",
         ),
     ]
-
-
-def _minus(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [one - other for one, other in zip(ours, theirs, strict=True)]
 
 
 def tables(records: Sequence[Record]) -> str:

@@ -24,7 +24,7 @@ from kvshift_lab.study.recipe import Recipe, Record, by_arm, curves_by_label
 from kvshift_lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA
 
-MEASURES = {"from_start": "from nothing", "from_prefix": "from the beginning of a sentence"}
+MEASURES = {"from_start": "unprompted samples", "from_prefix": "continued sentences"}
 SHARE_MARGIN = 0.05
 """Shares of grammatical sentences that differ by less count as equal."""
 LOSS_MARGIN = 0.01
@@ -110,7 +110,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         )
         found.append(
             Claim(
-                statement=f"{after}, KV shift changes how often what a model writes {words} is a sentence by less than "
+                statement=f"{after}, KV shift changes the share of {words} that are grammatical by less than "
                 f"{100 * SHARE_MARGIN:g} points",
                 paper=words_of_paper,
                 ours=f"{percent(shifted)} against {percent(vanilla)}: {points(shifted, vanilla)}",

@@ -150,7 +150,7 @@ def _same_side(onset: InductionOnset, layers: int) -> Claim:
     shares = [share_on_diagonal(run.result["coefficients"]) for run in onset.models[pair(layers=layers)[0]].values()]
     where = f"{layers_text(layers)}, at the end"
     return Claim(
-        statement=f"{where}: keys and values lean the same way in as many KV heads as in Table 5",
+        statement=f"{where}: alpha1 > alpha2 exactly when beta1 > beta2 in as many KV heads as in Table 5",
         paper=PAPER_HEADS,
         ours=percent(shares),
         direction=higher(shares, [PAPER_SHARE] * len(shares)),

@@ -96,7 +96,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             note="learns means 99 %",
         ),
         Claim(
-            statement=f"One layer without does not within {steps:,} steps",
+            statement=f"One layer without KV shift does not learn the task in {steps:,} steps",
             paper="fails",
             ours=percent(alone),
             direction=higher([0.9] * len(alone), alone),

@@ -15,9 +15,7 @@ from kvshift_lab.data.config import DataConfig
 from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.claims import Claim, Direction, lower, verdict
-from kvshift_lab.study.cost import training_flops
 from kvshift_lab.study.jobs import StudyJob
-from kvshift_lab.study.models import llama_config_from_record
 from kvshift_lab.study.notes import read_notes
 from kvshift_lab.study.recipe import Record, by_arm, has_diverged, last_loss, paired_losses
 from kvshift_lab.variants.by_name import with_variant
@@ -214,11 +212,6 @@ def arms_of(setting: Setting, variants: Sequence[str]) -> list[StudyJob]:
     return [arm_job(setting, point, variant) for point in setting.points for variant in variants]
 
 
-def flops_per_token(record: Record) -> float:
-    """Return the training FLOPs per token of a model trained on text, from its record."""
-    return training_flops(llama_config_from_record(record), record.options["data"]["sequence_length"]).model
-
-
 def grid_points_of(records: Sequence[Record]) -> list[GridPoint]:
     """Return the grid points of the records' runs, smallest first."""
     found = {
@@ -302,7 +295,7 @@ def lower_loss_claims(
                 loss_claim(
                     means if len(known) == len(points) else None,
                     names,
-                    statement=f"Mean over {len(points)} places, by seed: {lower}",
+                    statement=f"Mean over {len(points)} size/context pairs, by seed: {lower}",
                     paper="not asked",
                     note="chosen after the data had been seen",
                     own=True,

@@ -18,7 +18,7 @@ from kvshift_lab.run.train_config import OptimizerConfig
 from kvshift_lab.run.train_task import TaskTrainConfig
 from kvshift_lab.study.arm import Arm, pair
 from kvshift_lab.study.claims import Claim, higher, not_testable, percent, points
-from kvshift_lab.study.jobs import MeasuredJob
+from kvshift_lab.study.jobs import MeasuredJob, TrainingJob
 from kvshift_lab.study.models import paper_proportions
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift_lab.tasks import IGSMConfig
@@ -98,12 +98,12 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProblemJob(MeasuredJob):
+class ProblemJob(MeasuredJob, TrainingJob):
     """Train one model and test it on problems with more operations than in training, then with as many."""
 
     result_name = "inside"
 
-    def measure(self, model: Any) -> dict[str, Any]:
+    def measure(self, model: Any, out: Path) -> dict[str, Any]:
         """Return the shares of correct answers to unseen problems with the largest number of operations of training."""
         task, size = self.config.task, self.config.eval_batch_size or self.config.batch_size
         assert isinstance(task, IGSMConfig)
@@ -149,7 +149,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             inside = [_shares(seeds, "paper", "inside") for seeds in runs]
             found.append(
                 Claim(
-                    statement=f"KV shift answers more problems right of no more operations than in training, {setting}",
+                    statement=f"KV shift solves more problems that are no longer than those in training, {setting}",
                     paper="no number",
                     ours=_accuracy_text(runs, "inside"),
                     direction=higher(*inside),

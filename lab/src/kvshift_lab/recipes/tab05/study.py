@@ -37,7 +37,7 @@ CELLS = {
 DIAGONAL = ("alpha1 > alpha2, beta1 > beta2", "alpha1 <= alpha2, beta1 <= beta2")
 PAPER_SHARE = sum(CELLS[cell] for cell in DIAGONAL) / sum(CELLS.values())
 PAPER = f"102 of 128 heads ({100 * PAPER_SHARE:.1f} %)"
-"""The paper's KV heads whose keys and values lean the same way."""
+"""The paper's KV heads with alpha1 > alpha2 exactly when beta1 > beta2."""
 _NEGATIVE = tuple(f"negative {name}" for name in ("alpha1", "alpha2", "beta1", "beta2"))
 _SUMS = tuple(f"distance of {name}1 + {name}2 from 1" for name in ("alpha", "beta"))
 
@@ -51,13 +51,13 @@ def arms(preset: str) -> list[StudyJob]:
 
 
 def share_on_diagonal(layers: Sequence[Mapping[str, Any]]) -> float:
-    """Return the share of the KV heads whose keys and values lean the same way, from the coefficients by layer."""
+    """Return the share of the KV heads on the diagonal of Table 5, from the coefficients by layer."""
     counts = coefficient_counts(layers) or {}
     return sum(counts[cell] for cell in DIAGONAL) / sum(counts[cell] for cell in CELLS)
 
 
 def _on_diagonal(record: Record) -> list[float]:
-    """Return, for each evaluation, the share of the KV heads whose keys and values lean the same way."""
+    """Return, for each evaluation, the share of the KV heads on the diagonal of Table 5."""
     return _per_head(record, DIAGONAL)
 
 
@@ -76,14 +76,14 @@ def _per_head(record: Record, names: Iterable[str]) -> list[float]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Return the claim, for each size, that keys and values lean the same way in more than half of the heads."""
+    """Return the claim, for each size, that more than half of the heads are on the diagonal of Table 5."""
     found = []
     for point in grid_points_of(records):
         runs = [run for run in by_arm(records)[arm_at(point, "kv-shift")].values() if not has_diverged(run)]
         shares = [_on_diagonal(run)[-1] for run in runs]
         found.append(
             Claim(
-                statement=f"{grid_point_label(point)}: keys and values lean the same way in more than half of "
+                statement=f"{grid_point_label(point)}: alpha1 > alpha2 exactly when beta1 > beta2 in more than half of "
                 "the KV heads",
                 paper=PAPER,
                 ours=percent(shares) if shares else "all runs diverged",
@@ -121,7 +121,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
     Seeds may have equal shares: their curves are drawn beside each other.
     """
-    titles = ["Keys and values lean the same way", "Negative coefficients"]
+    titles = ["alpha1 > alpha2 exactly when beta1 > beta2", "Negative coefficients"]
     titles += [f"Distance of ${sign}_1 + {sign}_2$ from 1" for sign in "αβ"]
     labels = ["share of KV heads", "share of coefficients", *["mean over KV heads"] * 2]
     figure, panels = new_figure(titles, ylabels=labels)

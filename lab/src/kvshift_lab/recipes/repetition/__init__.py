@@ -1,0 +1,14 @@
+"""Do language models with KV shift repeat themselves less often in what they generate?"""
+
+from kvshift_lab.study.entry import Entry, Grid, Preset
+
+ENTRY = Entry(
+    name="repetition",
+    title="how much greedy and sampled continuations repeat themselves",
+    presets={
+        "smoke": Preset(seeds=1, cost="20 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3))),
+        "laptop": Preset(
+            seeds=6, cost="an hour on two cores; not measured", grid=Grid(rates=(2e-3, 4e-3, 8e-3, 16e-3))
+        ),
+    },
+)
