@@ -100,7 +100,7 @@ check: .venv/stamp  ## Check lint, format, types, import contract and that print
 
 .PHONY: docs
 docs: .venv/stamp  ## Build the documentation as a site, in build/site; warnings are errors
-	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 .PHONY: docs-serve
 docs-serve: .venv/stamp  ## Show that site on the loopback address, and follow changes

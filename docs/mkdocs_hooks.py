@@ -18,6 +18,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
 
 import kvshift
 
@@ -45,7 +46,7 @@ def _target(page: str, link: str) -> str:
 
 def _in_site(target: str) -> str | None:
     """The place of a file in the site, if it is there."""
-    if target.startswith("docs/"):
+    if target.startswith("docs/") and not target.endswith(".py"):
         return target.removeprefix("docs/")
     return target if target.startswith("results/") and target.endswith((".svg", "/page.md")) else None
 
@@ -54,6 +55,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The navigation: the doors of the index, and what stands behind each."""
     config.repo_url, config.repo_name = _repository(), "kvshift"
     config.copyright = _version()
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")  # anchors as on GitHub, where the same links must work
     nav: list[Any] = [{"Home": "README.md"}, {"The idea in a minute": "induction/README.md"}]
     _, *doors = (ROOT / "docs/README.md").read_text(encoding="utf-8").split("\n## ")
     for door in doors:

@@ -22,14 +22,14 @@ transformers.utils.logging.disable_progress_bar()
 
 
 class Repeats(torch.utils.data.Dataset):
-    """Rows of 48 tokens: random ones that repeat with a period of 8 to 24. Row `index` is always the same."""
+    """Rows of 48 tokens: random ones that repeat with a period of 5 to 24. Row `index` is always the same."""
 
     def __len__(self):
         return 32 * args.steps
 
     def __getitem__(self, index):
         random = torch.Generator().manual_seed(index)
-        period = int(torch.randint(8, 25, (), generator=random))
+        period = int(torch.randint(5, 25, (), generator=random))
         tokens = torch.randperm(64, generator=random)[torch.arange(48) % period]
         return {"input_ids": tokens, "labels": tokens}
 
@@ -39,7 +39,7 @@ sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 1, "n
 model = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(vocab_size=64, **sizes))
 options = TrainingArguments(
     args.out, per_device_train_batch_size=32, max_steps=args.steps, logging_steps=25, save_strategy="no",
-    report_to="none", disable_tqdm=True, lr_scheduler_type="constant", dataloader_pin_memory=torch.cuda.is_available(),
+    report_to="none", disable_tqdm=True, lr_scheduler_type="linear", dataloader_pin_memory=torch.cuda.is_available(),
 )  # fmt: skip
 optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))  # coefficients without weight decay
 Trainer(model, options, train_dataset=Repeats(), optimizers=(optimizer, None)).train()

@@ -2,6 +2,7 @@
 
 pip install '.[vllm]'
 python examples/vllm_generate.py MODEL PROMPT ...      such as: python examples/vllm_generate.py runs/demo/model ROMEO:
+On a CPU, add --dtype float32: in bfloat16, vLLM may end with an illegal instruction.
 """
 
 import argparse
@@ -15,7 +16,8 @@ args = parser.parse_args()  # before the imports below, which take seconds
 
 from vllm import LLM, SamplingParams
 
-engine = LLM(args.model, dtype=args.dtype, gpu_memory_utilization=0.3, enforce_eager=True)
-greedy = SamplingParams(temperature=0.0, max_tokens=args.tokens)
-for result in engine.generate(args.prompts, greedy, use_tqdm=False):
-    print(result.prompt + result.outputs[0].text)
+if __name__ == "__main__":  # vLLM may start its engine in a process that imports this file
+    engine = LLM(args.model, dtype=args.dtype, gpu_memory_utilization=0.3, enforce_eager=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=args.tokens)
+    for result in engine.generate(args.prompts, greedy, use_tqdm=False):
+        print(result.prompt + result.outputs[0].text)

@@ -163,6 +163,15 @@ def test_an_unknown_command_is_named_beside_the_one_that_was_meant(capsys):
     assert capsys.readouterr().err == f"kvshift: there is no command 'bench'; known: {there}, export\n"
 
 
+def test_help_is_also_a_word(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["help", "train"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: kvshift train")
+    assert cli.main(["help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: kvshift COMMAND")
+
+
 def test_options_reach_the_function(command, capsys):
     assert cli.main(["count", "--number", "5"]) == 0
     assert capsys.readouterr().out == "number 5\n"

@@ -107,11 +107,13 @@ def test_a_long_help_lists_the_most_used_options_and_help_all_begins_with_them(n
 
 
 def test_an_abbreviation_is_answered_by_the_option_that_was_meant(capsys):
+    words = "train --out new --lr 1e-3 --layers=3 --no-progress --optimizer.lr 1e-3 --step 10"
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["train", "--out", "new", "--lr", "1e-3", "--layers=3", "--no-progress", "--optimizer.lr", "1e-3"])
+        cli.main(words.split())
     assert stopped.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
         "kvshift train: --lr is not an option; did you mean --optimizer.learning-rate?",
         "kvshift train: --layers is not an option; did you mean --model.num-hidden-layers?",
         "kvshift train: --optimizer.lr is not an option; did you mean --optimizer.learning-rate?",
+        "kvshift train: --step is not an option; did you mean --steps?",
     ]

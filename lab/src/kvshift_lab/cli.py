@@ -134,7 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     input. 3: the run failed while it ran. 4: the run folder is in use. 128 + n: ended by signal n (130 or 143).
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if name in ("-h", "--help", "--help-all"):
+    if name == "help" and rest:  # `kvshift help train`
+        name, rest = rest[0], ["--help"]
+    if name in ("-h", "--help", "--help-all", "help"):
         print(_overview())
         return 0
     if name == "--version":

@@ -67,16 +67,19 @@ def read(
 def hints(args: Sequence[str], known: Sequence[str]) -> Iterator[str]:
     """Yield a line for each unknown option of a command line that abbreviates a known one: --lr, --layers.
 
-    An option is abbreviated by words of its last part, or by their initials; tyro suggests what is spelled alike.
+    An option is abbreviated by words of its last part, or by their initials; it may lack a final s or have one more.
+    tyro suggests what is spelled alike.
     """
     options = {f"--{name.replace('_', '-')}" for name in known}
     for given in (arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")):
         if given in options or given.replace("--no-", "--").replace(".no-", ".") in options:
             continue
-        words = given.removeprefix("--").rpartition(".")[2].split("-")
+        last = given.removeprefix("--").rpartition(".")[2]
+        words = last.split("-")
         parts = {option: option.removeprefix("--").rpartition(".")[2].split("-") for option in sorted(options)}
         initials = [option for option, found in parts.items() if words == ["".join(part[:1] for part in found)]]
-        likely = initials or [option for option, found in parts.items() if set(words) <= set(found)]
+        plural = [option for option, found in parts.items() if "-".join(found) in (f"{last}s", last.removesuffix("s"))]
+        likely = initials or plural or [option for option, found in parts.items() if set(words) <= set(found)]
         if likely:
             yield f"{given} is not an option; did you mean {' or '.join(likely)}?"
 

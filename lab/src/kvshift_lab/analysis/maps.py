@@ -133,7 +133,7 @@ def map_scores(heads: Sequence[Mapping[str, Any]]) -> Figure:
     figure = Figure(
         figsize=(len(shown) * max(2.6, 0.5 * across + 1), len(rows) * max(1.9, 0.5 * layers + 1)), layout="constrained"
     )
-    _draw_rows(figure, rows, low=0, high=1, colors="viridis", cells=layers * across)
+    _draw_rows(figure, rows, low=0, high=1, colors="Blues", cells=layers * across)
     return figure
 
 
@@ -191,18 +191,16 @@ def _draw_rows(
             axes.set(xlabel="head", xticks=range(len(values[0])), yticks=range(len(values)))
             for layer, line in enumerate(values if cells <= _CELLS else ()):
                 for head, value in enumerate(line):
-                    text, ink = f"{round(value, 2) + 0.0:.2f}", _ink(value, low, high)
+                    text, ink = f"{round(value, 2) + 0.0:.2f}", _ink(value, high)
                     axes.text(head, layer, text, ha="center", va="center", fontsize=7, color=ink)
             if column == 0:
                 axes.set_ylabel("layer")
     figure.colorbar(image, ax=figure.axes)
 
 
-def _ink(value: float, low: float, high: float) -> str:
-    """Return a legible text color: the diverging color map is dark at both ends, the other at its lower end."""
-    if low < 0:
-        return "white" if abs(value) > 0.6 * high else "black"
-    return "white" if value < 0.6 * high else "black"
+def _ink(value: float, high: float) -> str:
+    """Return a legible text color: both color maps are dark where absolute values are large."""
+    return "white" if abs(value) > 0.6 * high else "black"
 
 
 def _grid(heads: Sequence[Mapping[str, Any]], read: Any) -> list[list[float]]:

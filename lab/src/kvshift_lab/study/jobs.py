@@ -298,7 +298,10 @@ def on_bundled_text(jobs: Sequence[Job]) -> list[Job]:
 def require_text(jobs: Sequence[Job]) -> None:
     """Raise a LabError if a job reads a file that is not in the folder that KVSHIFT_SHARED_DATA names."""
     for name in {name: None for job in jobs if isinstance(job, RunJob) for name in job.text_files()}:
-        find_shared(name)
+        try:
+            find_shared(name)
+        except LabError as error:
+            raise LabError(f"{error}; --bundled-text reads Tiny Shakespeare instead, and the report says so") from None
 
 
 def _files(*names: str | None) -> tuple[str, ...]:

@@ -124,7 +124,7 @@ def run_jobs(
                     ended.add(number)
                     job, out = work[number]
                     what = "finished" if problem is None else f"FAILED: {problem}"
-                    place = f"[{len(ended)} of {len(work)}, {time.monotonic() - start:.0f} s]"
+                    place = f"[{len(ended)} of {len(work)}, {time.monotonic() - start:.0f} s after the start]"
                     tqdm.write(f"{place} {job.arm}, seed {job.seed}: {what}", file=sys.stderr)
                     if store is not None and problem is None:
                         store.add([record_of(job, out)])

@@ -195,10 +195,10 @@ def legend(summary: dict[str, Any]) -> str:
     """Explain the notation of the table."""
     rows = f"± is one standard error over the {summary['validation_rows']} sequences of the validation set"
     if len(summary["seeds"]) == 1:
-        text = f"{rows}; differences are paired by sequence."
+        text = f"A lower loss is better. {rows}; differences are paired by sequence."
     else:
         text = (
-            f"In rows of single seeds, {rows} (differences are paired by sequence); "
+            f"A lower loss is better. In rows of single seeds, {rows} (differences are paired by sequence); "
             "in the other rows, over seeds. Steps and tokens are means over seeds."
         )
     if summary["step_time"] is not None:
