@@ -10,5 +10,6 @@ ENTRY = Entry(
         "laptop": Preset(
             seeds=6, cost="an hour on two cores; not measured", grid=Grid(rates=(2e-3, 4e-3, 8e-3, 16e-3))
         ),
+        "paper": Preset(seeds=3, cost="hours on one GPU; not measured", grid=Grid(rates=(5e-4, 1e-3, 2e-3))),
     },
 )
