@@ -32,6 +32,18 @@ PRINTED = [
         "{0:.3f} lower ({2:.3f} to {3:.3f}; mean over 2, 4 and 8 layers; {4:.0f} seeds)",
     ),
     (
+        "both_copy",
+        "After repeated text, 2 layers: at the end, KV shift has a loss lower",
+        "README.md",
+        "{0:.3f} nats with two layers",
+    ),
+    (
+        "both_copy",
+        "After repeated text, 2 layers: at the end, KV shift has a loss lower",
+        "docs/lessons.md",
+        "{0:.3f} lower ({1:.3f} to {2:.3f}) after 6 million tokens",
+    ),
+    (
         "fig01a",
         "One layer with KV shift reaches 90 % in at most half",
         "README.md",
