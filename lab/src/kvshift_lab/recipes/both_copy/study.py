@@ -339,7 +339,7 @@ def plot(records: Sequence[Record]) -> Figure:
     runs = Continued(records)
     places = [(layers, start) for layers in runs.depths for start in _STARTS if runs.pairs(layers, start)]
     titles = [f"{layers_text(layers)}, {start}" for layers, start in places for _ in range(2)]
-    labels = ["prefix matching of the best head", "gain (nats per token)"] * len(places)
+    labels = ["prefix matching,\nbest head", "gain (nats per token)"] * len(places)
     figure, panels = new_figure(titles, ylabels=labels, columns=2, height=2.6)
     for (layers, start), copying, gaining in zip(places, panels[::2], panels[1::2], strict=True):
         pairs = runs.pairs(layers, start)
