@@ -73,17 +73,22 @@ def options_hash(options: type, values: Mapping[str, Any]) -> str:
         options: the dataclass whose metadata describe the options; values of unknown names enter the hash.
         values: values of the options, as returned by `to_json`.
     """
-    free, late = option_names(options, OptionTrait.NO_EFFECT_ON_RESULTS), option_names(options, OptionTrait.ADDED_LATER)
-    decisive = {
+    free = option_names(options, OptionTrait.NO_EFFECT_ON_RESULTS)
+    decisive = _without_unset(options, {name: value for name, value in values.items() if name not in free})
+    for group, its_options in _groups(options).items():
+        remaining = _without_unset(its_options, decisive.get(group, {}))
+        decisive |= {group: remaining} if remaining else {}
+    return digest(decisive)
+
+
+def _without_unset(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values without the Nones of options that some records do not have: added later, or removed."""
+    late = option_names(options, OptionTrait.ADDED_LATER)
+    return {
         name: value
         for name, value in values.items()
-        if name not in free and not (name in late | REMOVED and value is None)
+        if not (is_removed(name, value) or (value is None and name in late))
     }
-    for group, its_options in _groups(options).items():
-        late, given = option_names(its_options, OptionTrait.ADDED_LATER) | REMOVED, decisive.get(group, {})
-        kept = {name: value for name, value in given.items() if name not in late or value is not None}
-        decisive |= {group: kept} if kept else {}
-    return digest(decisive)
 
 
 def digest(values: Mapping[str, Any]) -> str:
