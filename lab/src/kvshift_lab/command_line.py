@@ -74,14 +74,18 @@ def hints(args: Sequence[str], known: Sequence[str]) -> Iterator[str]:
     for given in (arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")):
         if given in options or given.replace("--no-", "--").replace(".no-", ".") in options:
             continue
-        last = given.removeprefix("--").rpartition(".")[2]
-        words = last.split("-")
-        parts = {option: option.removeprefix("--").rpartition(".")[2].split("-") for option in sorted(options)}
-        initials = [option for option, found in parts.items() if words == ["".join(part[:1] for part in found)]]
-        plural = [option for option, found in parts.items() if "-".join(found) in (f"{last}s", last.removesuffix("s"))]
-        likely = initials or plural or [option for option, found in parts.items() if set(words) <= set(found)]
+        last = _last_part(given)
+        parts = {option: _last_part(option) for option in sorted(options)}
+        initials = [option for option, part in parts.items() if last == "".join(word[:1] for word in part.split("-"))]
+        plural = [option for option, part in parts.items() if part in (f"{last}s", last.removesuffix("s"))]
+        words = [option for option, part in parts.items() if set(last.split("-")) <= set(part.split("-"))]
+        likely = initials or plural or words
         if likely:
             yield f"{given} is not an option; did you mean {' or '.join(likely)}?"
+
+
+def _last_part(option: str) -> str:
+    return option.removeprefix("--").rpartition(".")[2]
 
 
 @dataclass(frozen=True)
