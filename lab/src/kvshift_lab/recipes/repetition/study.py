@@ -6,6 +6,7 @@ validation text. Three measures count repetition in the continuations; they are 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +30,7 @@ from kvshift_lab.variants.by_name import SHIFTED_AND_VANILLA, with_variant
 from kvshift_lab.variants.continuing import continue_rows
 
 PROMPT, CONTINUATION = 32, 96  # tokens
-_N = 4
-_LOOP = 3
+_LOOP = 3  # times
 
 DECODINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -43,7 +43,7 @@ MEASURES = {
 }
 
 
-def repeated_share(tokens: Sequence[int], n: int = _N) -> float:
+def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
     """Return the share of a text's n-grams that repeat an earlier one: rep-n, or seq-rep-n.
 
         rep-n = 1 - |distinct n-grams| / |n-grams|
@@ -81,8 +81,8 @@ def _grams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
 def measures(texts: Sequence[Sequence[int]]) -> dict[str, float]:
     """Return `MEASURES` of texts of equal length, each a mean over the texts or a number of all."""
     return {
-        "repeated": sum(map(repeated_share, texts)) / len(texts),
-        "loops": sum(map(ends_in_loop, texts)) / len(texts),
+        "repeated": statistics.fmean(map(repeated_share, texts)),
+        "loops": statistics.fmean(map(ends_in_loop, texts)),
         "distinct": distinct_share(texts),
     }
 
@@ -103,7 +103,7 @@ class ContinuationJob(MeasuredJob, TextJob):
         for name, decoding in DECODINGS.items():
             length = {"min_new_tokens": following.shape[1], "max_new_tokens": following.shape[1]}
             settings = GenerationConfig(**decoding, **length, pad_token_id=0)
-            found[name] = measures(continue_rows(model.eval(), list(prompts), settings, seed=self.seed).tolist())
+            found[name] = measures(continue_rows(model, list(prompts), settings, seed=self.seed).tolist())
         return found
 
 
