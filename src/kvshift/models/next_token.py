@@ -185,7 +185,7 @@ def _prepare_layer(
     coefficients: tuple[Any, Any],
     gains: Gains,
 ) -> NextToken | None:
-    """Prepare the calls for a layer. Its state becomes one that nobody else has, because calls overwrite it."""
+    """Prepare the calls for a layer, and give it a state of its own, because calls overwrite it."""
     state = layer.shift_state
     if not coefficients[0] is coefficients[1] is None:
         if state is None or state.q is not None or not state.rows == state.max_rows == 1:
