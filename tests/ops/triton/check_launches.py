@@ -382,6 +382,29 @@ def check_unknown_versions(driver: StubDriver) -> None:
     assert hooked == [1], "a hook of the kernel was left out"
 
 
+def check_launch_hooks(driver: StubDriver) -> None:
+    """Hooks of all launches, as a profiler adds them, are called with what they are told of the kernel."""
+    from triton import knobs
+
+    x, runtime = inputs(), knobs.runtime
+    forget()
+    run(x, backward=False, rotated=True)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        hooked: list[str] = []
+        add = getattr(getattr(runtime, name), "add", lambda hook, name=name: setattr(runtime, name, hook))
+        remove = getattr(getattr(runtime, name), "remove", lambda hook, name=name: setattr(runtime, name, None))
+
+        def hook(metadata: Any, hooked: list[str] = hooked) -> None:
+            hooked.append("forward" if metadata is None else metadata.get()["name"])  # 3.4 may tell nothing
+
+        add(hook)
+        try:
+            run(x, backward=False, rotated=True)
+        finally:
+            remove(hook)
+        assert hooked == ["forward"], f"{name} was left out"
+
+
 @torch.no_grad()
 def check_next_token(driver: StubDriver) -> None:
     """One compiled kernel for all positions and sizes of the cache, and others where it would be wrong."""
@@ -423,13 +446,12 @@ def check_next_token(driver: StubDriver) -> None:
             for one_found in found:
                 assert one_found == expected, f"{one_found} instead of {expected}"
             assert (expected.function == first.function) == (x is one), "another kernel"
-        tensors = (
-            one["q"], *kept.buffers, *kept._rows, one["q"], one["k"], one["v"], *kept.tensors[:2],
-            one["cos"], one["sin"], *(None,) * 4,
-        )  # fmt: skip
-        for number in (5, 2**31, 5):
-            kept._launch(*tensors, numbers=(number, 0, 0, 0, 0, 48))
-            assert driver.last(kernel, {}).arguments["q_b"] == number, "a number of 64 bits was cut"
+        for stride in (H * D, 2**40):
+            far = {**one, "q": one["q"].as_strided(one["q"].shape, (stride, *one["q"].stride()[1:]))}
+            call, _ = layer(far, **fixed)
+            for _ in range(2):
+                found_stride = launched(call, far, fixed, 5).arguments["q_b"]
+                assert found_stride == stride // 16, "a number of 64 bits was cut"
         large = {name: numbers(1, G, 1 << 20, D, trained=False) for name in ("keys", "values")}
         assert kept.write_to(large["keys"], large["values"])
         assert launched(kept, one, {**fixed, **large}, 2**19 + 1).function == first.function, (
@@ -444,6 +466,7 @@ CHECKS: dict[str, Callable[[StubDriver], None]] = {
 }
 
 KEPT, LAUNCH, DISPATCH = "triton/compiled_launch.py", "triton/launch.py", "dispatch.py"
+ALIGNED = "math.gcd(_ALIGNMENT, *addresses) == _ALIGNMENT"
 GEOMETRY = "(x.shape, x.stride(), x.dtype, x.get_device())"
 KEY = "key = (id(kernel), tiling, eps, rows, key or tuple(map(geometry, inputs)))"
 MUTANTS: dict[str, tuple[Mutant, str]] = {
@@ -452,12 +475,12 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
     "dtypes of another call": (Mutant(KEPT, GEOMETRY, "(x.shape, x.stride(), x.get_device())"), "dtypes"),
     "device of another call": (Mutant(KEPT, GEOMETRY, "(x.shape, x.stride(), x.dtype)"), "devices"),
     "current device": (Mutant(KEPT, "self._device >= 0 and self._device", "False and self._device"), "devices"),
-    "alignment ignored": (Mutant(KEPT, "bits % _ALIGNMENT == 0 and", ""), "alignment"),
-    "alignment by 8": (
-        Mutant(KEPT, "bits % _ALIGNMENT == 0 and", "bits % 8 == 0 and"),
+    "alignment ignored": (Mutant(KEPT, ALIGNED, "True"), "alignment"),
+    "alignment by 8": (Mutant(KEPT, ALIGNED, "math.gcd(8, *addresses) == 8"), "alignment"),
+    "alignment of the first tensor": (
+        Mutant(KEPT, ALIGNED, ALIGNED.replace("*addresses", "addresses[0]")),
         "alignment",
     ),
-    "alignment of the last tensor": (Mutant(KEPT, "bits |= address or 0", "bits = address or bits"), "alignment"),
     "epsilon of another call": (Mutant(LAUNCH, KEY, KEY.replace(" eps,", "")), "constants"),
     "tiling of another call": (Mutant(LAUNCH, KEY, KEY.replace(" tiling,", "")), "constants"),
     "rows of another call": (Mutant(LAUNCH, KEY, KEY.replace(" rows,", "")), "rows"),
@@ -478,7 +501,6 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         "gradients",
     ),
     "lazy tensors": (Mutant(DISPATCH, "            or is_lazy(x)\n", ""), "lazy tensors"),
-    "numbers of 64 bits": (Mutant(KEPT, "max(numbers) < _HALF and", ""), "next token"),
     "position of another token": (
         Mutant(KEPT, "self._run(*addresses, *numbers,", "self._run(*addresses, *(0,) * len(numbers),"),
         "next token",
@@ -490,7 +512,9 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
     "wrapped tensors": (Mutant(DISPATCH, "            or _is_wrapped(x)\n", ""), "wrapped tensors"),
     "any version": (Mutant(KEPT, "if not _TESTED[0] <= version <= _TESTED[1] or", "if"), "unknown versions"),
     "hooks left out": (Mutant(KEPT, " and not self._kernel.pre_run_hooks", ""), "unknown versions"),
-    "nothing kept": (Mutant(KEPT, "self._run = compiled[self._grid]", "pass"), "kept"),
+    "hooks of all launches left out": (Mutant(KEPT, "if getattr(enter", "if False and getattr(enter"), "launch hooks"),
+    "hooks after all launches left out": (Mutant(KEPT, ' or getattr(leave, "calls", leave):', ":"), "launch hooks"),
+    "nothing kept": (Mutant(KEPT, "self._run = _without_hooks(compiled, self._grid, self._device)", "pass"), "kept"),
 }
 
 

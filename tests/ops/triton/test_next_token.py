@@ -276,6 +276,9 @@ def test_what_it_does_not_take():
         (call.state, weights, (None, None, gains[2])),
     ):
         assert not call.is_current(*others)
+    with torch.no_grad():
+        weights[0].data = weights[0].data.clone()
+    assert not call.is_current(call.state, weights, gains)
 
 
 # Mutants

@@ -9,7 +9,8 @@ or runs kernels in its interpreter, it is asked as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,6 @@ _TESTED = ((3, 4), (3, 9))
 """The oldest and the newest version of Triton whose compiled kernels were launched in tests."""
 _MOST_KEPT = 4096
 _ALIGNMENT = 16  # of addresses, in bytes, for which Triton compiles
-_HALF = 2**31
 
 Value = TypeVar("Value")
 
@@ -30,7 +30,7 @@ class CompiledLaunch:
     Args:
         kernel: a function decorated with `triton.jit`. Its parameters are tensors first, then numbers, then constants.
         grid: number of programs along each axis.
-        numbers: arguments after the tensors.
+        numbers: arguments after the tensors and the numbers of a call.
         constants: compile-time constants in the order of the parameters, then options such as `num_warps`.
         device: index of the CUDA device of the tensors; -1 for tensors elsewhere.
     """
@@ -45,32 +45,31 @@ class CompiledLaunch:
         self._rest = (*numbers, *(constants[name] for name in names if name in constants))
         self._run: Callable[..., object] | None = None
 
-    def __call__(self, *tensors: Tensor | None, numbers: tuple[int, ...] = ()) -> None:
+    def __call__(
+        self, tensors: Sequence[Tensor | None], numbers: tuple[int, ...] = (), addresses: Sequence[int] | None = None
+    ) -> None:
         """Launch the kernel on the current stream.
 
         Args:
             tensors: the first arguments of the kernel. In every call, the same ones are None, and the others have the
                 same dtypes and devices.
-            numbers: numbers that change from call to call, the next arguments, for which the kernel is not specialised.
+            numbers: numbers of 32 bits that change from call to call, the next arguments, for which the kernel is not
+                specialised.
+            addresses: those of the tensors, 0 for None, if the caller knows them.
         """
         if self._device >= 0 and self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):  # Triton launches on the current device, wherever the tensors are
-                self(*tensors, numbers=numbers)
+                self(tensors, numbers, addresses)
             return
-        addresses: list[int | None] = []
-        bits = 0
-        for x in tensors:
-            address = None if x is None else x.data_ptr()
-            addresses.append(address)
-            bits |= address or 0
-        # Other addresses and numbers of 64 bits need another compiled kernel.
-        is_usual = bits % _ALIGNMENT == 0 and (not numbers or (max(numbers) < _HALF and min(numbers) >= -_HALF))
-        if is_usual and self._run is not None and not self._kernel.pre_run_hooks:
+        if addresses is None:
+            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        is_aligned = math.gcd(_ALIGNMENT, *addresses) == _ALIGNMENT  # others need another compiled kernel
+        if is_aligned and self._run is not None and not self._kernel.pre_run_hooks:
             self._run(*addresses, *numbers, *self._rest)
             return
         compiled = self._launch(*tensors, *numbers, *self._numbers, **self._constants)
-        if is_usual and _may_be_kept(compiled):
-            self._run = compiled[self._grid]
+        if is_aligned and _may_be_kept(compiled):
+            self._run = _without_hooks(compiled, self._grid, self._device)
 
 
 def _may_be_kept(compiled: Any) -> bool:
@@ -84,6 +83,25 @@ def _may_be_kept(compiled: Any) -> bool:
     if not _TESTED[0] <= version <= _TESTED[1] or type(compiled) is not CompiledKernel:
         return False
     return compiled.metadata.target.backend == "cuda"  # for others, Triton looks at more than the alignment
+
+
+def _without_hooks(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., object]:
+    """Return what launches a compiled kernel as `compiled[grid]` does, without preparing what only hooks are told."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    with_hooks, runtime = compiled[grid], knobs.runtime
+    run, current_stream = compiled.run, driver.active.get_current_stream
+    fixed = compiled.function, compiled.packed_metadata, None, None, None
+
+    def launch(*arguments: Any) -> None:
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # lists of hooks in newer versions
+            with_hooks(*arguments)
+        else:
+            run(*grid, current_stream(device), *fixed, *arguments)
+
+    return launch
 
 
 def geometry(x: Tensor | None) -> Hashable:

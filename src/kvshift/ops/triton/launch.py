@@ -234,9 +234,8 @@ def _launch_backward(*args: Any) -> list[Tensor | None]:
         return [None if x is None else torch.zeros_like(x) for x in _gradients(grads, Call(*args[3:-1]))]
     gradients = _allocate_like(prepared.results[:3], (grads[0], k, v))
     sums = _allocate(prepared.partials, k, compute_dtype(k))
-    prepared.launch(
-        *gradients, *grads, *sums, q, k, v, alpha, beta, cos, sin, q_scale, k_scale, sources, readers
-    )  # fmt: skip
+    inputs = q, k, v, alpha, beta, cos, sin, q_scale, k_scale, sources, readers
+    prepared.launch((*gradients, *grads, *sums, *inputs))
     k_sums, v_sums, *gain_sums = sums
     of_coefficients = [None if x is None else x.sum(0) for x in (k_sums, v_sums)]
     of_gains = [
@@ -333,7 +332,7 @@ def _launch_forward(*args: Any) -> tuple[Tensor | None, ...]:
         prepared = _FORWARD[key] = _prepare_forward(kernel, Call(*inputs, eps=eps), rows)
     results = _allocate_like(prepared.results[:3], inputs) + _allocate(prepared.results[3:], inputs[1])
     if prepared.launch is not None:
-        prepared.launch(*results, *inputs[:-1])
+        prepared.launch((*results, *inputs[:-1]))
     return tuple(results)
 
 

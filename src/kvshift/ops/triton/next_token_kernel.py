@@ -56,19 +56,19 @@ def _rotated(
     tl.store(y + d + HALF, (high * c + low * s).to(y.dtype.element_ty), mask=there & room)
 
 
-@triton.jit(do_not_specialize=["q_b", "k_b", "v_b", "table_b", "at", "room"])
+@triton.jit(do_not_specialize=["at", "room", "q_b", "k_b", "v_b", "table_b"])
 def next_token(
-    q_out, keys, values, k_state, v_state, q, k, v, alpha, beta, cos, sin, q_scale, k_scale, length, ticket,
-    q_b, k_b, v_b, table_b, at, room,
+    q_out, q, k, v, cos, sin, keys, values, k_state, v_state, alpha, beta, q_scale, k_scale, length, ticket,
+    at, room, q_b, k_b, v_b, table_b,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, EPS: tl.constexpr, SIN: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute one token per sequence.
 
     Args:
+        room: number of tokens for which the cache has room.
         q_b, k_b, v_b: strides of the batch, in units of ALIGN elements, so that the compiler knows the alignment.
         table_b: the same of both tables; 0 if all sequences share a row.
-        room: number of tokens for which the cache has room.
         SIN: index of the first element of a row of `sin` that is read: D/2 where the first half is negated.
         BLOCK_K, BLOCK_V: powers of 2 that cover half a head of k, and a head of v.
     """
