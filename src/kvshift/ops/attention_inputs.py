@@ -5,7 +5,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,7 @@ from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import check_call, shift_keys_values, shift_tokens, unpack_state, with_plan
 from kvshift.ops.state import ShiftState
 from kvshift.ops.triton.call import shift_triton, was_launched
+from kvshift.ops.triton.compiled_launch import LaunchKey
 
 Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
 
@@ -83,14 +84,14 @@ def shift_norm_rope(
     return next_token(call, coefficient_cache or CoefficientCache()) if path == "next token" else run(path, call, key)
 
 
-def run(path: FusedPath, call: Call, key: Hashable | None = None) -> Results:
+def run(path: FusedPath, call: Call, key: LaunchKey | None = None) -> Results:
     """Run `shift_norm_rope` on a path that has been chosen, other than "next token"."""
     if path == "launch":
         return _launch(call, key)
     return _unfused(call, _finish_by_loops if path == "reference" else _finish)
 
 
-def _launch(call: Call, key: Hashable | None) -> Results:
+def _launch(call: Call, key: LaunchKey | None) -> Results:
     if not was_launched(key):
         check_call(call)
     if call.window() == 1:

@@ -19,7 +19,7 @@ from kvshift.ops.cpu.kernel import cpu_unsupported_reason
 from kvshift.ops.memory import PLAIN_TENSOR_TYPES, forbids_in_place, is_lazy, unreadable_reason
 from kvshift.ops.torch_ops import is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_unsupported_reason, was_launched
-from kvshift.ops.triton.compiled_launch import geometry
+from kvshift.ops.triton.compiled_launch import Kept, LaunchKey, geometry
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # the meaning of "auto" in this process
@@ -47,10 +47,13 @@ def choose_backend(backend: str) -> str:
     return _AUTO if backend == "auto" else backend
 
 
-def launch_key(call: Call) -> Hashable | None:
-    """Return all that decides how the Triton kernels compute a call, apart from the addresses of its tensors.
+_KEYS: Kept[LaunchKey] = Kept()
 
-    Checking a small call takes as long as launching it. Calls with equal keys need not be checked again. None if the
+
+def launch_key(call: Call) -> LaunchKey | None:
+    """Return what stands for all that decides how the Triton kernels compute a call, apart from the tensors' addresses.
+
+    Checking a small call takes as long as launching it. Calls with the same key need not be checked again. None if the
     call cannot be launched, or not without looking further: it has boundaries, or tensors that are not plain or lazy.
     """
     k, norms = call.k, call.norms
@@ -84,7 +87,11 @@ def launch_key(call: Call) -> Hashable | None:
             return None
         else:
             parts += geometry(x), x.requires_grad
-    return tuple(parts)
+    all_parts = tuple(parts)
+    key = _KEYS.get(all_parts)
+    if key is None:
+        key = _KEYS[all_parts] = LaunchKey()
+    return key
 
 
 def shift_path(call: Call) -> ShiftPath:
@@ -115,7 +122,7 @@ def shift_path(call: Call) -> ShiftPath:
     return backend
 
 
-def fused_path(call: Call, key: Hashable | None = None) -> FusedPath:
+def fused_path(call: Call, key: LaunchKey | None = None) -> FusedPath:
     """Choose how to shift, normalise and rotate: in one launch, or in separate steps.
 
     The next token of generation, if `kvshift.models.next_token` does not compute it in one call, uses a few plain

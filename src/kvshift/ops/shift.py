@@ -6,7 +6,6 @@ R rows of state.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_traceable, state_after
 from kvshift.ops.triton.call import shift_triton, was_launched
+from kvshift.ops.triton.compiled_launch import LaunchKey
 
 _AXES = "(batch, positions, heads, head size)"
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # the only ones that PyTorch computes with
@@ -140,7 +140,7 @@ def shift_tokens(
     return x_hat, cast(Tensor, next_state)
 
 
-def _shift(call: Call, key: Hashable | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _shift(call: Call, key: LaunchKey | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return k, v and their next states (None if none is kept) of a call that has been checked.
 
     Tensors without coefficients are returned unchanged.

@@ -71,8 +71,7 @@ def needs_traceable_ops(*gradients: Tensor | None, by_compiler: bool = False) ->
         or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
-        or (len(gradients) > 0 and (torch.is_grad_enabled() or any(map(_is_batched, gradients))))
-        or any(map(forbids_in_place, gradients))
+        or (len(gradients) > 0 and (torch.is_grad_enabled() or any(map(_is_transformed, gradients))))
     )
 
 
@@ -81,8 +80,10 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def _is_batched(gradient: Tensor | None) -> bool:
-    return gradient is not None and torch._C._dispatch_keys(gradient).has(cast(Any, _BATCHED))
+def _is_transformed(gradient: Tensor | None) -> bool:
+    return gradient is not None and (
+        torch._C._dispatch_keys(gradient).has(cast(Any, _BATCHED)) or forbids_in_place(gradient)
+    )
 
 
 # The traceable form ---------------------------------------------------------------------------------------------------

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from kvshift.ops import ShiftState, kv_shift
+from kvshift.ops import ShiftState, dispatch, kv_shift
 from kvshift.ops.arguments import TENSORS, Call
 from kvshift.ops.attention_inputs import shift_norm_rope
-from kvshift.ops.triton import call as triton_call
 from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton import next_token
 from tests.ops.mutants import Mutant
@@ -86,7 +85,7 @@ def run(x: dict[str, Any], *, backward: bool, rotated: bool) -> tuple[Tensor, ..
 
 
 def forget() -> None:
-    for kept in (triton_call._KNOWN, triton_launch._FORWARD, triton_launch._BACKWARD):
+    for kept in (dispatch._KEYS, triton_launch._FORWARD, triton_launch._BACKWARD):
         kept.clear()
 
 

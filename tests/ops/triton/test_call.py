@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim
@@ -100,6 +101,30 @@ def test_a_launch_without_gradients_writes_the_next_state(rows, max_rows, positi
     if case.state is not None:
         case = replace(case, state=replace(case.state, max_rows=max_rows))
     assert case.call("triton")[2] == case.call("reference")[2]
+
+
+@pytest.mark.parametrize("shifted", ["alpha", "beta", "both"])
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("positions", [1, 5])
+def test_the_next_state_of_a_launch_is_differentiable_twice(positions, rows, shifted):
+    case = random_case(89, 2, positions, rows=rows, dtype=torch.float64)
+    x = case.leaves()
+    for leaf in x.values():
+        leaf.requires_grad_()
+    coefficients = [x[name] if shifted in (name, "both") else None for name in ("alpha", "beta")]
+    leaves = [leaf for name, leaf in x.items() if name not in ("alpha", "beta") or shifted in (name, "both")]
+
+    def derivatives(backend: str) -> list[Tensor]:
+        k, v, state = kv_shift(x["k"], x["v"], *coefficients, state=case.state, backend=backend)
+        upstream = [y.detach().requires_grad_() for y in case.grads]
+        results, options = (k, v, state.k, state.v), {"materialize_grads": True}
+        alone = torch.autograd.grad(results, leaves, upstream, retain_graph=True, **options)
+        first = torch.autograd.grad(results, leaves, upstream, create_graph=True, **options)
+        seconds = [y for y in first if y.requires_grad]
+        return [*alone, *first, *torch.autograd.grad(seconds, upstream, seconds, **options)]
+
+    for found, expected in zip(derivatives("triton"), derivatives("reference"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 # The operators that PyTorch sees

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from kvshift.ops.arguments import TENSORS, Call, compute_dtype
 from kvshift.ops.torch_ops import state_after
-from kvshift.ops.triton.compiled_launch import Kept
+from kvshift.ops.triton.compiled_launch import LaunchKey
 from kvshift.ops.triton.launch import shift
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -60,17 +59,13 @@ class _Known(NamedTuple):
     changes_layout: bool
 
 
-_KNOWN: Kept[_Known] = Kept()
-"""By keys of calls that passed all checks and were launched."""
-
-
-def was_launched(key: Hashable | None) -> bool:
+def was_launched(key: LaunchKey | None) -> bool:
     """Return True if a call with this `kvshift.ops.dispatch.launch_key` was launched, so that it needs no checks."""
-    return key is not None and key in _KNOWN
+    return key is not None and key.known is not None
 
 
 def shift_triton(
-    x: Call, key: Hashable | None = None
+    x: Call, key: LaunchKey | None = None
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Prepare the tensors of a call for `kvshift.ops.triton.launch.shift`, and call it.
 
@@ -85,21 +80,20 @@ def shift_triton(
     Raises:
         ValueError: gradients are recorded for a call that rotates and has a state.
     """
-    known = None if key is None else _KNOWN.get(key)
+    known: _Known | None = None if key is None else key.known
     layout = x if known is not None and not known.changes_layout else _to_kernel_layout(x)
     if known is None:
         known = _how(x, changes_layout=any(y is not z for y, z in zip(x[:TENSORS], layout[:TENSORS], strict=True)))
     results = shift(layout, known.in_launch, key=key, records=known.records)
     if key is not None:
-        _KNOWN[key] = known
+        key.known = known
     q, k, v, *next_rows = cast(tuple[Any, ...], results)
     in_launch, rows, max_rows = known.in_launch, known.rows, x.rows_to_keep()
     k_next = v_next = None
     if in_launch:
-        k_next, v_next = (
-            None if y is None else of_y.view(x.sequences(), rows, *y.shape[2:])
-            for y, of_y in zip((x.k, x.v), next_rows, strict=True)
-        )
+        k_next, v_next = next_rows
+        if x.cu_seqlens is not None:
+            k_next, v_next = (None if y is None else y.view(x.sequences(), rows, *y.shape[2:]) for y in next_rows)
     elif max_rows:
         k_next, v_next = _next_rows(x, x.k, x.k_state), _next_rows(x, x.v, x.v_state)
     k, v = x.k if x.alpha is x.cos is None else k, x.v if x.beta is None else v
@@ -113,7 +107,9 @@ def _how(x: Call, *, changes_layout: bool) -> _Known:
     rows, max_rows = x.rows(), x.rows_to_keep()
     if x.sources is None:
         rows = min(max_rows, rows + x.k.shape[1])
-    in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
+    in_launch = 0 if max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
+    if records and (torch.compiler.is_compiling() or x.sources is not None or x.k.shape[1] < rows):
+        in_launch = 0  # its gradients are those of plain operations
     return _Known(records, rows, in_launch, changes_layout)
 
 

@@ -109,6 +109,19 @@ def geometry(x: Tensor | None) -> Hashable:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
 
 
+class LaunchKey:
+    """Stands for all calls whose tensors have one geometry, so that they are compared once in each call.
+
+    Attributes:
+        known: what was found out about these calls; None until one of them was launched.
+    """
+
+    __slots__ = ("known",)
+
+    def __init__(self) -> None:
+        self.known: Any = None
+
+
 class Kept(dict[Any, Value]):
     """A dictionary of what was prepared for calls of each geometry. It is cleared when it holds too many."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvshift.ops.arguments import TENSORS, Call, compute_dtype
 from kvshift.ops.torch_ops import gradients, gradients_of_state, shift_norm_rope_traceable
-from kvshift.ops.triton.compiled_launch import CompiledLaunch, Kept, geometry
+from kvshift.ops.triton.compiled_launch import CompiledLaunch, Kept, LaunchKey, geometry
 from kvshift.ops.triton.registration import Operator
 
 
@@ -142,19 +142,20 @@ def _rows_per_entry(x: Call) -> int:
 _INPUTS = ", ".join(f"Tensor{'' if name == 'k' else '?'} {name}" for name in Call._fields[:TENSORS])
 
 Shape = Sequence[int]
+Layout = tuple[Shape, Shape]  # shape and strides, because `new_empty_strided` is faster than `new_empty`
 
 
 class _Prepared(NamedTuple):
     """What follows from the geometry of a call's tensors.
 
     Attributes:
-        results: shapes of the results, None for those that are absent.
-        partials: shapes of the partial sums of the gradients of alpha, beta, q_scale and k_scale.
+        results: what to allocate for the results that have the dtype of k; None for those that are absent.
+        partials: the same for the partial sums of the gradients of alpha, beta, q_scale and k_scale.
         launch: None if there is nothing to compute.
     """
 
-    results: list[Shape | None]
-    partials: list[Shape | None]
+    results: list[Layout | None]
+    partials: list[Layout | None]
     launch: CompiledLaunch | None
 
 
@@ -167,16 +168,13 @@ def _shape(x: Tensor | None, rows: int | None = None) -> Shape | None:
     return x if x is None else x.shape if rows is None else (x.shape[0], rows, *x.shape[2:])
 
 
-def _allocate(shapes: Sequence[Shape | None], like: Tensor, dtype: torch.dtype | None = None) -> list[Tensor | None]:
-    return [None if shape is None else like.new_empty(shape, dtype=dtype) for shape in shapes]
+def _layout(shape: Shape | None) -> Layout | None:
+    """Return this shape with the strides of a contiguous tensor."""
+    return None if shape is None else (shape, torch.empty(shape, device="meta").stride())
 
 
-def _allocate_like(shapes: Sequence[Shape | None], inputs: Sequence[Any]) -> list[Tensor | None]:
-    """Allocate results that have the shapes of these inputs, in half the time of `new_empty`."""
-    return [
-        None if shape is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for shape, x in zip(shapes, inputs, strict=False)
-    ]
+def _allocate(layouts: Iterable[Layout | None], like: Tensor, dtype: torch.dtype) -> list[Tensor | None]:
+    return [None if layout is None else like.new_empty_strided(*layout, dtype=dtype) for layout in layouts]
 
 
 def _launch(kernel: Any, programs: int, grid: _Grid, x: Call, *numbers: int) -> CompiledLaunch | None:
@@ -220,7 +218,8 @@ def _prepare_backward(kernel: Any, grads: tuple[Tensor | None, ...], x: Call) ->
     ]
     numbers = positions, 0 if gq_out is None else gq_out.shape[2], heads, _rows_per_entry(x)
     launch = _launch(kernel, tiles * grid.lanes, grid, x, *numbers)
-    return _Prepared([*map(_shape, _gradients(grads, x))], [*coefficients, *gains], launch)
+    results, partials = map(_shape, _gradients(grads, x)[:3]), (*coefficients, *gains)
+    return _Prepared([*map(_layout, results)], [*map(_layout, partials)], launch)
 
 
 def _launch_backward(*args: Any) -> list[Tensor | None]:
@@ -232,7 +231,7 @@ def _launch_backward(*args: Any) -> list[Tensor | None]:
         prepared = _BACKWARD[key] = _prepare_backward(kernel, grads, Call(*args[3:-1], eps=args[-1]))
     if prepared.launch is None:
         return [None if x is None else torch.zeros_like(x) for x in _gradients(grads, Call(*args[3:-1]))]
-    gradients = _allocate_like(prepared.results[:3], (grads[0], k, v))
+    gradients = _allocate(prepared.results, k, k.dtype)
     sums = _allocate(prepared.partials, k, compute_dtype(k))
     inputs = q, k, v, alpha, beta, cos, sin, q_scale, k_scale, sources, readers
     prepared.launch((*gradients, *grads, *sums, *inputs))
@@ -265,22 +264,25 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(None if q_scale is None else q, *inputs[1 : TENSORS - 2], None, readers)  # no `next_state`
 
 
-def _due(ctx: Any, x: Call, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """Return the gradients of q, k and v; zeros for a result that nothing depends on, None for one that is absent."""
+def _due(ctx: Any, x: Call, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of all results: zeros for a q, k or v that nothing depends on, None for what is absent."""
     shapes = (ctx.q_shape, *map(_shape, _outputs(x)[1:]))  # q is saved only for a norm
+    for grad in grads:
+        if grad is not None and grad.layout is not torch.strided:
+            raise NotImplementedError(f"the kernels take dense gradients, got one of layout {grad.layout}")
+    of_states = [None if grad is None or grad.numel() == 0 else grad for grad in grads[3:]]
     return [
         None if shape is None else x.k.new_zeros(shape) if grad is None else grad
-        for shape, grad in zip(shapes, grads, strict=True)
-    ]
+        for shape, grad in zip(shapes, grads, strict=False)
+    ] + of_states
 
 
-def _backward(
-    ctx: Any, gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, *_: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
     x = Call(*ctx.saved_tensors)
-    grads = _due(ctx, x, (gq_out, gk_out, gv_out))
+    *grads, k_rows, v_rows = _due(ctx, x, given)
     found = _shift_backward(*grads, *x[:TENSORS], ctx.eps)
     gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = (None if g is None or g.numel() == 0 else g for g in found)
+    gk, gv = _add_to_last_rows(gk, x.k, k_rows), _add_to_last_rows(gv, x.v, v_rows)
     gk_state = gv_state = None
     if x.k_state is not None and x.alpha is not None:
         gk_state, share = gradients_of_state(cast(Tensor, grads[1]), x.alpha, x.k_state, x.readers)
@@ -288,15 +290,27 @@ def _backward(
     if x.v_state is not None and x.beta is not None:
         gv_state, share = gradients_of_state(cast(Tensor, grads[2]), x.beta, x.v_state, x.readers)
         gbeta = share if gbeta is None else gbeta + share
-    given = gq, gk, gv, galpha, gbeta, gk_state, gv_state, None, None, gq_scale, gk_scale
-    return *given, *(None,) * (ctx.arguments - len(given))
+    found = gq, gk, gv, galpha, gbeta, gk_state, gv_state, None, None, gq_scale, gk_scale
+    return *found, *(None,) * (ctx.arguments - len(found))
 
 
-def _traceable_backward(
-    ctx: Any, gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, *_: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _last_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return as many of the last rows of x as there are in `rows`."""
+    return x[:, x.shape[1] - rows.shape[1] :]
+
+
+def _add_to_last_rows(g: Tensor | None, x: Tensor | None, of_state: Tensor | None) -> Tensor | None:
+    """Add the gradient of the next state, which holds the last rows of x, to the gradient of x."""
+    if of_state is None or x is None:
+        return g
+    g = torch.zeros_like(x) if g is None else g
+    _last_rows(g, of_state).add_(of_state)
+    return g
+
+
+def _traceable_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x = Call(*ctx.saved_tensors, eps=ctx.eps)
-    given = _due(ctx, x, (gq_out, gk_out, gv_out))
+    given = _due(ctx, x, grads)
     if ctx.q_shape is not None and x.q is None:  # without a norm, its gradient does not depend on q
         x = x._replace(q=x.k.new_zeros(ctx.q_shape))
     differentiable = [*x[:7], *x[9:11]]
@@ -304,6 +318,8 @@ def _traceable_backward(
     def forward(q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale) -> tuple[Tensor, ...]:
         call = x._replace(q=q, k=k, v=v, alpha=alpha, beta=beta, k_state=k_state, v_state=v_state)
         outputs = shift_norm_rope_traceable(call._replace(q_scale=q_scale, k_scale=k_scale))
+        rows = [None if grad is None else _last_rows(y, grad) for y, grad in zip((k, v), given[3:], strict=True)]
+        outputs = *outputs, *rows
         return tuple(y for y, grad in zip(outputs, given, strict=True) if y is not None and grad is not None)
 
     *found, gq_scale, gk_scale = gradients(forward, differentiable, tuple(g for g in given if g is not None))
@@ -320,7 +336,9 @@ def _prepare_forward(kernel: Any, x: Call, rows: int) -> _Prepared:
     grid = _grid("forward", x, x.q, k, v)
     batch, positions, heads, _ = x.k.shape
     numbers = batch, positions, 0 if x.q is None else x.q.shape[2], heads, _rows_per_entry(x), rows
-    return _Prepared(results, [], _launch(kernel, batch * (grid.tiles + (rows > 0)) * grid.lanes, grid, x, *numbers))
+    return _Prepared(
+        [*map(_layout, results)], [], _launch(kernel, batch * (grid.tiles + (rows > 0)) * grid.lanes, grid, x, *numbers)
+    )
 
 
 def _launch_forward(*args: Any) -> tuple[Tensor | None, ...]:
@@ -330,7 +348,7 @@ def _launch_forward(*args: Any) -> tuple[Tensor | None, ...]:
     prepared = _FORWARD.get(key)
     if prepared is None:
         prepared = _FORWARD[key] = _prepare_forward(kernel, Call(*inputs, eps=eps), rows)
-    results = _allocate_like(prepared.results[:3], inputs) + _allocate(prepared.results[3:], inputs[1])
+    results = _allocate(prepared.results, inputs[1], inputs[1].dtype)
     if prepared.launch is not None:
         prepared.launch((*results, *inputs[:-1]))
     return tuple(results)
@@ -347,13 +365,14 @@ _shift = Operator(
 )
 
 
-def shift(x: Call, rows: int, *, key: Hashable | None = None, records: bool = False) -> tuple[Tensor | None, ...]:
+def shift(x: Call, rows: int, *, key: LaunchKey | None = None, records: bool = False) -> tuple[Tensor | None, ...]:
     """Shift k and v, normalise and rotate q and k, and compute the next states, as far as `x` has the tensors.
 
         y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
 
     z1 and z2 are the halves of a head. Queries are treated in the same way without the shift; values are only shifted.
-    All arithmetic is in float32 (float64 for float64). Only the first three results are differentiable.
+    All arithmetic is in float32 (float64 for float64). The next states are differentiable only without boundaries, and
+    if all their rows are rows of k and v.
 
     Args:
         x: a call whose tensors are contiguous, except q, k and v, with coefficients in the dtype of the arithmetic.

@@ -67,11 +67,11 @@ class Operator:
             return self._registered(*args)
         records = lazy = False
         for x in args:
-            if isinstance(x, Tensor):
-                if type(x) not in PLAIN_TENSOR_TYPES:
-                    return self._registered(*args)
+            if type(x) in PLAIN_TENSOR_TYPES:
                 records = records or x.requires_grad
                 lazy = lazy or is_lazy(x)
+            elif isinstance(x, Tensor):
+                return self._registered(*args)
         if lazy:
             args = tuple(map(_resolve, args))
         if records and self._apply is not None and torch.is_grad_enabled():
