@@ -87,10 +87,10 @@ def launch_key(call: Call) -> LaunchKey | None:
             return None
         else:
             parts += geometry(x), x.requires_grad
-    all_parts = tuple(parts)
-    key = _KEYS.get(all_parts)
+    whole = tuple(parts)
+    key = _KEYS.get(whole)
     if key is None:
-        key = _KEYS[all_parts] = LaunchKey()
+        key = _KEYS[whole] = LaunchKey()
     return key
 
 

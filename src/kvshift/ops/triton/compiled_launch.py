@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -90,8 +90,8 @@ def _without_hooks(compiled: Any, grid: tuple[int, ...], device: int) -> Callabl
     from triton import knobs
     from triton.runtime import driver
 
-    with_hooks, runtime = compiled[grid], knobs.runtime
-    run, current_stream = compiled.run, driver.active.get_current_stream
+    with_hooks, runtime, active = compiled[grid], knobs.runtime, cast(Any, driver.active)
+    run, current_stream = compiled.run, active.get_current_stream
     fixed = compiled.function, compiled.packed_metadata, None, None, None
 
     def launch(*arguments: Any) -> None:
