@@ -15,6 +15,9 @@ from tests import interpreter
 
 interpreter.fix()
 
+# On some CPUs (AMD's Zen 4), MKL sums in an order that depends on strides and addresses unless it is told not to.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+
 # Every run uses the same examples. To search for new ones: pytest --hypothesis-profile=search
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=300)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000, print_blob=True)

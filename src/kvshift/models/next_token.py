@@ -3,7 +3,8 @@
 On a CPU it is a call of the compiled kernel, on a GPU a launch of a Triton kernel.
 
 `prepare_next_token` decides once per forward pass. `Token.shift_and_cache` then computes each layer, with the bits of
-`kvshift.models.decoder.shift_and_cache`, the general way, which remains for everything else:
+`kvshift.models.decoder.shift_and_cache`, the general way. (Attention after it reads longer tensors, for which MKL sums
+in another order on some CPUs if the size of a head is no multiple of 4.) That way remains for everything else:
 
 - the pass: several tokens, padding, documents, no cache or one with an `update` of its own, gradients, compilers and
   tracers, a backend other than "auto", no kernel for the device, float64, tensor subclasses, hooks on all modules;
