@@ -127,6 +127,15 @@ def test_the_next_state_of_a_launch_is_differentiable_twice(positions, rows, shi
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("trained", ["alpha", "k", "v"])
+def test_a_state_needs_gradients_only_of_what_it_holds(trained):
+    case = random_case(97, 2, 5)
+    case.leaves()[trained].requires_grad_()
+    for backend in ("triton", "eager"):
+        _, _, state = case.call(backend)
+        assert (state.k.requires_grad, state.v.requires_grad) == (trained == "k", trained == "v"), backend
+
+
 # The operators that PyTorch sees
 
 

@@ -262,6 +262,12 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.q_shape, ctx.eps = _shape(q), inputs[TENSORS]
     ctx.arguments = len(inputs)
     ctx.save_for_backward(None if q_scale is None else q, *inputs[1 : TENSORS - 2], None, readers)  # no `next_state`
+    # The next states depend on k and v alone, not on the coefficients.
+    constant = [
+        y for y, needed in zip(output[3:], ctx.needs_input_grad[1:3], strict=True) if y is not None and not needed
+    ]
+    if constant:
+        ctx.mark_non_differentiable(*constant)
 
 
 def _due(ctx: Any, x: Call, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
