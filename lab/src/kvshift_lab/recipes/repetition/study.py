@@ -144,7 +144,9 @@ def _value(record: Record, of: str, measure: str) -> float:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Plot each measure by decoding: a dot for each seed, the mean and its interval, and the value of the text."""
-    figure, panels = new_figure([text.capitalize() for text in MEASURES.values()], ylabels=["", "", ""], height=3.4)
+    figure, panels = new_figure(
+        ["Repeated 4-grams", "Loops", "Distinct 2-grams"], ylabels=list(MEASURES.values()), height=3.4
+    )
     for axes, measure in zip(panels, MEASURES, strict=True):
         values = {
             arm.label: [[_value(record, decoding, measure) for record in seeds.values()] for decoding in DECODINGS]
