@@ -79,6 +79,12 @@ def test_what_the_file_leaves_open_is_the_default(tmp_path):
     assert parse(TrainConfig, ["--out", "x"]) == TrainConfig(out=Path("x"))
 
 
+def test_a_quoted_null_or_true_is_text(tmp_path):
+    for text in ("null", "true"):
+        path = write(tmp_path, f'data: {{corpus: "{text}"}}\n')
+        assert read(TrainConfig, path, "--out", "x").data.corpus == text
+
+
 def test_out_must_be_said_somewhere(tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         read(TrainConfig, write(tmp_path, "steps: 7\n"))

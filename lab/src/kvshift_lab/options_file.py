@@ -8,7 +8,7 @@ top level, and those of `model`, `data` and `optimizer` one level below.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,6 @@ from kvshift_lab.core.errors import LabError, nearest
 from kvshift_lab.core.options import RECORDED, is_removed
 
 _HELP = "YAML or JSON file of options, such as the config.json of a run; command-line options override the file."
-_WORDS = {"null": "None", "true": "True", "false": "False"}
 
 
 def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:
@@ -44,48 +43,50 @@ def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:
         path = None
     # `config` has been read already; it is a field so that the help lists it.
     config = ("config", Annotated[Path | None, tyro.conf.arg(help=_HELP, metavar="FILE")], None)
-    given = ("options", Annotated[options, tyro.conf.arg(name="")], field())
-    both = make_dataclass("Options", [config, given], frozen=True, kw_only=True)
+    both = make_dataclass(
+        "Options", [config, ("options", Annotated[options, tyro.conf.arg(name="")], field())], frozen=True, kw_only=True
+    )
     return read(both, [*([] if path is None else arguments(options, path)), *args], **kwargs).options
 
 
 def arguments(options: type, path: Path) -> list[str]:
-    """Return the values of a file as arguments of the command line, word for word."""
+    """Return the values of a file as arguments of the command line; values that are the default are left out."""
     known = {option.name: option for option in list_options(options)}
     found: list[str] = []
-    for name, value in _flat(_read(path)):
-        if name in RECORDED or is_removed(name, None if value == "null" else value):
+    for name, value in _flat(_read(path)).items():
+        if is_removed(name, value):
             continue
         if name not in known:
             raise LabError(f"config: {path} has an unknown field {name}; {nearest(name, known)}")
+        if value == known[name].default:
+            continue
         group, dot, last = name.replace("_", "-").rpartition(".")
         option = f"--{group}{dot}{last}"
-        flag = {"true": option, "false": f"--{group}{dot}no-{last}"}
-        if isinstance(value, list):
+        if known[name].is_flag:
+            if not isinstance(value, bool):
+                raise LabError(f"config: {path}: {name} must be true or false, got {value!r}")
+            found.append(option if value else f"--{group}{dot}no-{last}")
+        elif isinstance(value, list):
             found += [option, *map(str, value)]
-        elif not known[name].is_flag:
-            found.append(f"{option}={_WORDS.get(value, value)}")
-        elif value in flag:
-            found.append(flag[value])
+        elif isinstance(value, bool) and "yes" in known[name].choices:  # YAML's yes and no
+            found.append(f"{option}={'yes' if value else 'no'}")
         else:
-            raise LabError(f"config: {path}: {name} must be true or false, got {value}")
+            found.append(f"{option}={value}")
     return found
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a file's fields with all values as they are written, as text: JSON is YAML, and YAML's no is false."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise LabError(f"config: {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise LabError(f"config: {path} must map options to values, got {type(values).__name__}")
-    return values
+    return {name: value for name, value in values.items() if name not in RECORDED}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and name not in RECORDED:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
