@@ -115,13 +115,9 @@ def _how(x: Call, *, changes_layout: bool) -> _Known:
 
 def _next_rows(x: Call, y: Tensor | None, state: Tensor | None) -> Tensor | None:
     """Return the next state of k or v by plain operations, through which gradients flow."""
-    rows = x.rows_to_keep()
     if y is None:
         return None
-    if x.sources is None and not torch.compiler.is_compiling() and y.shape[1] >= rows:
-        # As `state_after` does, for which zeros would be made in place of no state.
-        return torch.slice_copy(y, 1, y.shape[1] - rows, y.shape[1])
-    return state_after(y, x.state_or_zeros(y, state), x.plan(), rows)
+    return state_after(y, x.state_or_zeros(y, state), x.plan(), x.rows_to_keep())
 
 
 def _to_kernel_layout(x: Call) -> Call:
