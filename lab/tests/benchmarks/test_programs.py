@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from kvshift import KVShift
+from kvshift_lab.recipes.which_mixing import study as which_mixing
+from kvshift_lab.variants.by_name import VARIANTS
 
 from .scripts import script
 
 timing, kv_shift, layer, model, memory = map(script, ("timing", "kv_shift", "layer", "model", "memory"))
-PROGRAMS = {"kv_shift": kv_shift, "layer": layer, "model": model, "memory": memory}
+mixing = script("mixing")
+PROGRAMS = {"kv_shift": kv_shift, "layer": layer, "model": model, "memory": memory, "mixing": mixing}
 OP = {"shapes": [(2, 13, 3, 4)], "dtypes": ["float32"], "rounds": 2}
 SWEEP = {"base": (1, 8, 1, 4), "axes": {"T": (8, 16)}, "swept": ["float32"]}
 LAYER = ([((2, 11, 12), 3, 3, "float32")], 2)
@@ -47,7 +50,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_program_leaves_rows_that_the_report_reads(run, tmp_path):
-    for name in PROGRAMS:
+    for name in ("kv_shift", "layer", "model", "memory"):
         run(name)
     run("kv_shift", "--sweep")
     rows = [row for row in run.rows if "left_out" not in row]
@@ -80,6 +83,17 @@ def test_every_program_leaves_rows_that_the_report_reads(run, tmp_path):
     for text in ("## Operator", "## Training", "## Cost against", "| along |", "smoke only shows that everything runs"):
         assert text in table
     assert (tmp_path / "plot.svg").exists()
+
+
+@pytest.mark.slow
+def test_ways_of_mixing_are_timed_beside_vanilla(run):
+    rows = run("mixing")
+    assert not [row for row in rows if "problem" in row]
+    for part in ("train", "decode"):
+        names = [row["contestant"] for row in rows if row["part"] == part]
+        assert names == [VARIANTS[name].label for name in mixing.NAMES] + [mixing.PLAIN]
+    assert {row["baseline"] for row in rows} == {"vanilla"}
+    assert {str(arm.variant) for arm in which_mixing.ARMS} == {*mixing.NAMES}, "those that the recipe trains"
 
 
 def test_a_second_call_measures_what_is_missing_and_nothing_else(run, tmp_path, capsys):
