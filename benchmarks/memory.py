@@ -20,7 +20,8 @@ from transformers import LlamaModel
 
 from kvshift.models.llama import SIZES, KVShiftLlamaModel
 
-TOKENS = {"smoke": {"0.2B": 512}, "laptop": {"0.2B": 4096, "2.9B": 4096}, "paper": {"0.2B": 4096, "2.9B": 4096}}
+_WHOLE = {"0.2B": 4096, "2.9B": 4096, "1.5B": 4096}
+TOKENS = {"smoke": {"0.2B": 512}, "laptop": _WHOLE, "paper": _WHOLE}
 
 
 def of_layers(layers: int, name: str, size: Any, tokens: int, device: torch.device) -> tuple[int, int]:
