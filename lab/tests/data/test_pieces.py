@@ -156,6 +156,12 @@ def test_only_tokenizers_that_are_exact_about_it_get_pieces():
     spaced = tokenizers.Tokenizer.from_str(BACKEND)
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     assert not can_cut_at_lines(spaced)
+    across_lines = tokenizers.Tokenizer.from_str(BACKEND)
+    across_lines.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    assert not can_cut_at_lines(across_lines)
+    words = pre_tokenizers.Split(tokenizers.Regex(r"\w+|\W+"), "isolated")  # as in Llama 3 and Qwen
+    across_lines.pre_tokenizer = pre_tokenizers.Sequence([words, across_lines.pre_tokenizer])
+    assert can_cut_at_lines(across_lines)
     metaspace = tokenizers.Tokenizer(models.BPE())
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
     assert not can_cut_at_lines(metaspace)

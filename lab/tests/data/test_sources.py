@@ -232,6 +232,31 @@ def test_parts_of_a_hub_split_may_train_and_validate(hub):
     assert load(**options) == (NAMES[:20], NAMES[20:])
 
 
+OVERLAPS = (
+    ("train[:90%]", "train"),
+    ("train[:90%]", "train[80%:]"),
+    ("train[:20]", "train[10%:]"),
+    ("train[-5:]", "train[:5]"),
+    ("train+test", "test"),
+    ("all", "train"),
+    ("train", "all"),
+)
+
+
+@pytest.mark.parametrize(("split", "validation"), OVERLAPS)
+def test_parts_of_hub_splits_that_may_overlap_are_refused(hub, split, validation):
+    with pytest.raises(LabError, match=r"is also trained on .*, or may be"):
+        load(corpus="owner/name", split=split, validation=validation)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("train", "test"), ("train[:90%]", "train[90%:]"), ("a[5:9]+b", "a[9:]+a[:5]+c")]
+)
+def test_splits_that_do_not_overlap(one, other):
+    assert not sources._may_overlap(one, other)
+    assert not sources._may_overlap(other, one)
+
+
 @pytest.mark.parametrize("validation", ["train", "train[:3]"])
 def test_split_for_both_training_and_validation_is_refused(hub, validation):
     with pytest.raises(LabError, match=r"the split train.* is also trained on \(split train\)"):

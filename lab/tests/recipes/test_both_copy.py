@@ -109,6 +109,11 @@ def test_arms_continue_one_start_model_from_which_they_do_not_differ(tmp_path: P
         job.run(out)
         assert job.is_finished(out)
         assert job.other_options(job.record(out)["options"]) == []
+        more = replace(job, start=replace(job.start, config=replace(job.start.config, steps=99)))
+        with pytest.raises(LabError, match=r"steps: recorded .*, given 99"):
+            more.is_finished(out)
+        with pytest.raises(LabError, match=r"began from .*, whose prefix matching is 0\.\d\d; now it must be 0\.99"):
+            replace(job, least_matching=0.99).is_finished(out)
     starts = sorted(path.parts[-3] for path in tmp_path.glob("start/*/seed-3/result.json"))
     assert starts == ["random-1-layers", "text-1-layers"]
 

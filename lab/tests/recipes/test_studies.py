@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,14 @@ def test_what_two_recipes_share_is_run_once_and_kept_together(tmp_path: Path, mo
 
 def test_of_a_study_seeds_count_that_all_labels_have(tmp_path: Path) -> None:
     recipe = counting_recipe("ab", study="counting")
-    records = [made_up(f"Beads, {label}", seed) for label in "ab" for seed in (0, 1, 2)]
+    beads = {"beads": 7}
+    records = [replace(made_up(f"Beads, {label}", seed), options=beads) for label in "ab" for seed in (0, 1, 2)]
     write_records(tmp_path / "counting/smoke.jsonl", records[:-1])  # the last seed of b is missing
     found = load_records(tmp_path, recipe, "smoke")
     assert found is not None
     assert [(record.arm.label[-1], record.seed) for record in found] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    older = [replace(record, options={"beads": 5}) for record in records if record.seed == 2]
+    write_records(tmp_path / "counting/smoke.jsonl", [*(one for one in records if one.seed < 2), *older])
+    assert load_records(tmp_path, recipe, "smoke") == found
     write_records(tmp_path / "counting/smoke.jsonl", records[:4])  # b has one seed
     assert load_records(tmp_path, recipe, "smoke") is None

@@ -12,8 +12,10 @@ import pytest
 
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.run.callbacks import GracefulStop, InterruptedRunError
+from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import TrainConfig
+from kvshift_lab.run.trainer import LanguageModelTrainer
 
 from ..run_cases import assert_same_run, copied, metrics, tiny, write_corpus
 
@@ -191,3 +193,21 @@ def test_model_left_open_is_compared_once_it_is_known(finished, corpus, tmp_path
     (out / "result.json").unlink()
     with pytest.raises(LabError, match=r"model.num_hidden_layers: recorded 3, given 2"):
         train(tiny(corpus, out, steps=1))
+
+
+def test_a_signal_in_the_last_evaluation_ends_a_study_after_its_run(corpus, tmp_path, monkeypatch):
+    """Otherwise, the next run would begin. What is finished stays finished."""
+    evaluate = LanguageModelTrainer.evaluate
+
+    def told_to_leave(self, *args, **kwargs):
+        if self.state.global_step == self.args.max_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, *args, **kwargs)
+
+    monkeypatch.setattr(LanguageModelTrainer, "evaluate", told_to_leave)
+    config = tiny(corpus, tmp_path / "run", steps=2)
+    with pytest.raises(InterruptedRunError, match=r"interrupted; the run in .* is finished") as raised:
+        train(config)
+    assert raised.value.exit_code == 128 + signal.SIGTERM
+    assert RunFolder(config.out).result.exists()
+    train(config)

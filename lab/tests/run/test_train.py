@@ -22,7 +22,7 @@ from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.text import load_text_data
 from kvshift_lab.run.train import train
-from kvshift_lab.run.train_config import OptimizerConfig
+from kvshift_lab.run.train_config import OptimizerConfig, TrainConfig
 from kvshift_lab.run.trainer import sequence_losses, summarize
 
 from ..run_cases import LENGTH, assert_same_run, metrics, result, tiny
@@ -228,6 +228,7 @@ POSITIVE, NOT_NEGATIVE = ("learning_rate", "epsilon"), ("clip_norm", "weight_dec
         ({"clip_norm": NAN}, "optimizer.clip_norm must be 0 or more, and finite, got nan"),
         ({"beta2": 1.0}, "optimizer.beta2 must be at least 0, less than 1, got 1.0"),
         ({"schedule": "wsd", "warmup_steps": 11}, "optimizer.warmup_steps must be at most 10, before the decay"),
+        ({"schedule": "wsd", "decay_fraction": 1.0}, "optimizer.warmup_steps must be at most 0, .*, got 1"),
         ({"min_lr_ratio": 2.0}, "optimizer.min_lr_ratio must be between 0 and 1"),
         ({"weight_decay": -1.0}, "optimizer.weight_decay must be 0 or more"),
     ],
@@ -235,4 +236,4 @@ POSITIVE, NOT_NEGATIVE = ("learning_rate", "epsilon"), ("clip_norm", "weight_dec
 )
 def test_optimizers_that_cannot_be(change, said):
     with pytest.raises(LabError, match=said):
-        OptimizerConfig(**change).check(steps=12)
+        TrainConfig(out=Path(), steps=12, optimizer=OptimizerConfig(**change)).check()

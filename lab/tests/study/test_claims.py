@@ -62,6 +62,8 @@ def test_within_a_margin_is_what_an_interval_inside_it_shows(ours, theirs, found
 def test_a_level_is_reached_within_the_steps_that_there_were(steps: list, found: str):
     reach = StepsToLevel(level=0.99, steps=dict(enumerate(steps)), last_steps=dict.fromkeys(range(len(steps)), 400.0))
     assert reached(reach, 400) == found
+    if found == "holds":
+        assert reached(reach, 50) != "holds"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,9 @@ def test_the_sign_test(right: int, wrong: int, found: str):
     [
         ([10, 20, 30, 40, 50, 60, None], [None] * 7, "holds"),  # nothing is known about one pair
         ([10, 20, 30, 40, 50, None], [None] * 6, "not shown"),
+        ([10] * 6, [20] * 6, "holds"),  # equal ratios have no interval either
+        ([20] * 6, [10] * 6, "fails"),
+        ([10] * 5, [20] * 5, "not shown"),
         ([None] * 7, [10, 20, 30, 40, 50, 60, None], "fails"),
         ([10, 20, 30, 40, 50, 60, 70, 80, 90], [None] * 8 + [5], "holds"),
         ([10, 20, 30, 40, 50, 60, 70, 80], [None] * 7 + [5], "not shown"),

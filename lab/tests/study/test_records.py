@@ -20,6 +20,7 @@ from kvshift_lab.recipes.catalogue import find_recipe
 from kvshift_lab.recipes.mqar import study as mqar
 from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
+from kvshift_lab.run.resolve import expected_options
 from kvshift_lab.study import jobs as kinds
 from kvshift_lab.study import run_study
 from kvshift_lab.study.arm import Arm
@@ -221,15 +222,14 @@ def test_a_process_killed_while_it_writes_leaves_the_file_whole(
 def test_what_a_run_filled_in_does_not_differ() -> None:
     """Device, precision and vocabulary are filled in, and facts about the data are not compared."""
     job: Any = find_recipe("decide").jobs("laptop", [0])[0]
-    job = replace(job, config=replace(job.config, data=replace(job.config.data, vocab_size=None)))
-    asked = kinds.to_json(job.config)
+    asked = expected_options(job.config)
     assert asked["device"] == "auto"
     filled = {
         **asked,
         "device": "cpu",
         "bf16": "no",
-        "data": {**asked["data"], "vocab_size": 512},
-        "model": {name: 4 if value is None else value for name, value in asked["model"].items()},
+        "tokens_per_step": 4096,
+        "model": {**asked["model"], "vocab_size": 512},
         "data_facts": {"tokens": 512},
     }
     assert job.other_options(filled) == []

@@ -24,14 +24,18 @@ def can_cut_at_lines(encode: tokenizers.Tokenizer) -> bool:
     """Return True if a text has the same tokens when it is cut by `cut_at_lines`.
 
     This holds for byte-level tokenizers (GPT-2, Llama 3, Qwen and those of `train_bpe`), whose words do not cross the
-    end of a line, but not for tokenizers that put a space before a text.
+    end of a line, but not for tokenizers that put a space before a text, or have words of no rule.
     """
     description = json.loads(encode.to_str())
     steps = description["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
     byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    if not byte_level or byte_level[0]["add_prefix_space"]:
+        return False
+    if not byte_level[0]["use_regex"] and not any(step.get("type") == "Split" for step in steps):
+        return False
     normalizer = (description["normalizer"] or {}).get("type")
-    return bool(byte_level) and not byte_level[0]["add_prefix_space"] and normalizer in (None, "NFC")
+    return normalizer in (None, "NFC")
 
 
 def cut_documents(

@@ -5,6 +5,8 @@ Every source becomes a dataset with a single column, "text", and one document pe
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,8 +97,11 @@ def _stream(files: tuple[FileStamp, ...], column: str) -> datasets.IterableDatas
 
 
 def _hub(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
-    if config.validation is not None and config.validation.split("[")[0] == config.split:
-        raise LabError(f"validation: the split {config.validation} is also trained on (split {config.split})")
+    if config.validation is not None and _may_overlap(config.split, config.validation):
+        raise LabError(
+            f"validation: the split {config.validation} is also trained on (split {config.split}), or may be; expected "
+            "other splits, or parts of one such as train[:90%] and train[90%:]"
+        )
     train = _hub_split(config, config.split)
     if config.validation is None:
         if isinstance(train, datasets.IterableDataset):
@@ -106,6 +111,26 @@ def _hub(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
     if isinstance(held_out, datasets.IterableDataset):
         held_out = _collect(held_out.take(STREAM_VALIDATION_DOCUMENTS))
     return train, held_out
+
+
+def _may_overlap(one: str, other: str) -> bool:
+    """Return True unless two expressions for splits name others, or parts of one that do not overlap."""
+    first, second = ([_part(text.strip()) for text in expression.split("+")] for expression in (one, other))
+    return any(
+        "all" in (name, other_name)
+        or (name == other_name and not (unit == other_unit and (end <= other_begin or other_end <= begin)))
+        for name, unit, begin, end in first
+        for other_name, other_unit, other_begin, other_end in second
+    )
+
+
+def _part(text: str) -> tuple[str, str, float, float]:
+    """Return name, unit, begin and end of a part of a split, such as train[10%:20%]; the whole for what is no range."""
+    found = re.fullmatch(r"(.+)\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]", text)
+    if found is None or (found[2] and found[4] and found[3] != found[5]):
+        return text.split("[")[0], "", 0, math.inf
+    name, begin, unit, end, other_unit = found.groups()
+    return name, unit or other_unit or "", float(begin or 0), float(end or math.inf)
 
 
 def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text-column") -> Documents:

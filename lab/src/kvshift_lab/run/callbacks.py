@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -82,6 +83,14 @@ class GracefulStop(TrainerCallback):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def end_if_received(self, out: Path) -> None:
+        """End the program if a signal arrived too late to stop the run in `out`, which is finished."""
+        number = self._processes.all_reduce_max(self._received)
+        if number and not self._processes.is_main:
+            raise SystemExit(128 + number)
+        if number:
+            raise InterruptedRunError(f"interrupted; the run in {out} is finished", number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._received = number

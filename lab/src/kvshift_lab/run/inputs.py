@@ -2,6 +2,7 @@
 
     text                  formats and bytes of its files, in order; of a hub dataset, the commit
     model, tokenizer      names and bytes of its files; on the hub, the commit
+    model.config          its bytes
 
 Paths and times of files do not count. SHA-256 reads each file once per process. Options are compared in `resume`.
 """
@@ -25,12 +26,13 @@ _MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.saf
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
 
 
-def identify_inputs(data: DataConfig, init_from: str | None = None) -> dict[str, str]:
+def identify_inputs(data: DataConfig, init_from: str | None = None, model_config: Path | None = None) -> dict[str, str]:
     """Return a digest or a commit for each input of a run, by the option that gives it.
 
     Args:
         data: text and tokenizer of the run.
         init_from: the model from which the run starts, with its tokenizer.
+        model_config: the file of `model.config`.
 
     Raises:
         LabError: an input does not exist, or cannot be read.
@@ -46,6 +48,8 @@ def identify_inputs(data: DataConfig, init_from: str | None = None) -> dict[str,
             raise LabError(f"init_from: {str(error).removeprefix('model: ')}") from error
     elif data.tokenizer is not None:
         found["data.tokenizer"] = _identify_folder(data.tokenizer, _TOKENIZER_FILES)
+    if model_config is not None and model_config.is_file():  # that it cannot be read is reported with the model
+        found["model.config"] = file_digest(file_stamp(model_config))[:16]
     return found
 
 

@@ -36,7 +36,7 @@ def prepare_run_folder(
     stack: ExitStack,
     folder: RunFolder,
     config: RunConfig,
-    options: dict[str, Any],
+    expect: Callable[[], dict[str, Any]],
     identify: Callable[[], dict[str, str]],
 ) -> dict[str, str] | None:
     """Check the options, lock the folder until `stack` is closed, and return what identifies the inputs of the run.
@@ -45,7 +45,7 @@ def prepare_run_folder(
         stack: exit stack of the run.
         folder: folder of the run.
         config: options of the run.
-        options: `config` as JSON, to compare with the folder's config.json.
+        expect: returns `config` as JSON, to compare with the folder's config.json; see `other_options`.
         identify: returns what identifies the inputs; see `inputs`.
 
     Returns:
@@ -60,7 +60,7 @@ def prepare_run_folder(
             raise LabError(f"report_to must name installed trackers ({', '.join(known) or 'none'}), got {name!r}")
     inputs = identify()
     stack.enter_context(folder.locked())
-    return None if check_folder(folder, options, inputs) else inputs
+    return None if check_folder(folder, expect(), inputs) else inputs
 
 
 def refuse_parallelism() -> None:

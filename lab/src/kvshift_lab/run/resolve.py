@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from kvshift_lab.core.messages import no_log
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.text import TextData, load_text_data
 from kvshift_lab.run.pretrained import Pretrained, find_pretrained, fitting_config, with_tokenizer
@@ -75,9 +76,20 @@ def resolve(config: TrainConfig, processes: Processes, *, tokenizer: Path, log: 
     return ResolvedRun(config, options, data, model_config, source, accumulation)
 
 
-def given_options(config: TrainConfig) -> dict[str, Any]:
-    """Return the options as JSON before they are resolved, apart from the values that the variant implies."""
-    return to_json(dataclasses.replace(config, model=resolve_variant(config.model)))
+def expected_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options as JSON, resolved as far as neither the data nor the devices are needed for it."""
+    warmup = dataclasses.replace(config.optimizer, warmup_steps=config.warmup_steps)
+    config = dataclasses.replace(config, model=resolve_variant(config.model), optimizer=warmup)
+    size: dict[str, Any] = {"vocab_size": config.model.vocab_size or 1, "sequence_length": config.data.sequence_length}
+    if config.init_from is None:
+        model = llama_config(config.model, **size)
+    else:
+        model = fitting_config(find_pretrained(config.init_from, no_log), config.model, **size)
+    options = to_json(config)
+    options["model"] |= resolved_model(model)
+    if options["model"]["vocab_size"] == 1:  # it is that of the tokenizer
+        options["model"]["vocab_size"] = config.model.vocab_size
+    return options
 
 
 def resolve_defaults(config: _Config, **values: Any) -> _Config:

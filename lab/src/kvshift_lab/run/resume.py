@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from kvshift_lab.run.train_config import config_hash, differences
 from kvshift_lab.variants.model_config import ModelConfig, model_fields
 
 _PARTS = {"model", "optimizer", "data"}  # options that are JSON objects; runs on tasks have no "data"
+# Options that are resolved with the data, by part; with a start model, also those that it determines.
+_LATER: dict[str, Set[str]] = {"": {"tokens_per_step"}, "model": {"vocab_size"}}
+_OF_START_MODEL: dict[str, Set[str]] = {"model": {*model_fields(), "rope_theta"}, "data": {"tokenizer"}}
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def check_folder(folder: RunFolder, options: dict[str, Any], inputs: Mapping[str
 
     Args:
         folder: folder of the run.
-        options: options as JSON. Unresolved ones (None, "auto") are only compared in `start_or_resume`.
+        options: options as JSON, resolved as far as possible without data; see `other_options`.
         inputs: what identifies the run's text and start model; see `inputs`.
     """
     old = folder.read(folder.config)
@@ -61,14 +64,21 @@ def check_folder(folder: RunFolder, options: dict[str, Any], inputs: Mapping[str
 def other_options(old: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Return a line for each option that affects results and differs from `old`, the recorded options of a run.
 
-    Unresolved options (None, "auto") are not compared, because the recorded options contain their resolved values.
+    Options that the machine ("auto"), the data or the start model determine are compared in `start_or_resume`, because
+    the recorded options contain their resolved values.
     """
-    given = {name: value for name, value in options.items() if value not in (None, "auto")}
+    later = _LATER if options.get("init_from") is None else {**_LATER, **_OF_START_MODEL}
+    given = _without_unresolved(options, later[""])
     known = {name: old.get(name) for name in given.keys() | (REMOVED & old.keys())}
     for part in _PARTS & given.keys():
-        given[part] = {name: value for name, value in options[part].items() if value is not None}
+        given[part] = _without_unresolved(options[part], later.get(part, frozenset()))
         known[part] = {name: (old.get(part) or {}).get(name) for name in given[part]}
     return differences(known, given)
+
+
+def _without_unresolved(options: Mapping[str, Any], later: Set[str]) -> dict[str, Any]:
+    """Return the options without those that are "auto", or named in `later` and None."""
+    return {name: value for name, value in options.items() if value != "auto" and not (value is None and name in later)}
 
 
 def _require_new(folder: RunFolder) -> None:

@@ -31,7 +31,7 @@ from kvshift_lab.run.lifecycle import (
 from kvshift_lab.run.pretrained import load_pretrained
 from kvshift_lab.run.probes import check_probes
 from kvshift_lab.run.processes import Processes
-from kvshift_lab.run.resolve import ResolvedRun, given_options, resolve, uses_cpu
+from kvshift_lab.run.resolve import ResolvedRun, expected_options, resolve, uses_cpu
 from kvshift_lab.run.resume import data_sizes, start_or_resume
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.run.trainer import LanguageModelTrainer
@@ -69,7 +69,11 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
         stack.callback(processes.end)  # also after errors: a process that exits without it may be aborted
         inputs = processes.main_first(
             lambda: prepare_run_folder(
-                stack, folder, config, given_options(config), lambda: identify_inputs(config.data, config.init_from)
+                stack,
+                folder,
+                config,
+                lambda: expected_options(config),
+                lambda: identify_inputs(config.data, config.init_from, config.model.config),
             )
         )
         if inputs is None:
@@ -128,6 +132,7 @@ def _run(
         result = _result(trainer, folder, config, seconds) | sizes
         write_json(folder.result, result)
         log(f"finished: validation loss {result['eval_loss']:.4f}; model in {folder.model}, results in {folder.result}")
+    graceful_stop.end_if_received(folder.path)
 
 
 def _initial_model(run: ResolvedRun) -> Any:

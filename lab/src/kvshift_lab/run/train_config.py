@@ -43,8 +43,13 @@ class OptimizerConfig:
     shift_lr_multiplier: float = 1.0
     """Learning rate of the shift coefficients, as a multiple of learning_rate."""
 
-    def check(self, steps: int) -> None:
-        """Raise a LabError that names the field, its value, and what it may be."""
+    def check(self, steps: int, warmup: int) -> None:
+        """Raise a LabError that names the field, its value, and what it may be.
+
+        Args:
+            steps: number of steps of the run.
+            warmup: number of its steps of warm-up, with the default applied.
+        """
         for name in ("learning_rate", "epsilon"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"optimizer.{name}", value, "more than 0 and finite")
@@ -55,13 +60,10 @@ class OptimizerConfig:
             require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "at least 0, less than 1")
         for name in ("decay_fraction", "min_lr_ratio"):
             require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "between 0 and 1")
-        warmup = self.warmup_steps
-        require(warmup is None or warmup >= 0, "optimizer.warmup_steps", warmup, "0 or more, or None")
+        require(warmup >= 0, "optimizer.warmup_steps", warmup, "0 or more, or None")
         if self.schedule == "wsd":
             most = steps - round(steps * self.decay_fraction)
-            require(
-                warmup is None or warmup <= most, "optimizer.warmup_steps", warmup, f"at most {most}, before the decay"
-            )
+            require(warmup <= most, "optimizer.warmup_steps", warmup, f"at most {most}, before the decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ class RunConfig:
         require(self.eval_rows is None or self.eval_rows >= 1, "eval_rows", self.eval_rows, "1 or more, or None")
         require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
         require(self.data_workers >= 0, "data_workers", self.data_workers, "0 or more")
-        self.optimizer.check(self.steps)
+        self.optimizer.check(self.steps, self.warmup_steps)
 
     @property
     def warmup_steps(self) -> int:

@@ -116,8 +116,9 @@ class TaskTrainConfig(RunConfig):
 
 
 def task_options(config: TaskTrainConfig) -> dict[str, Any]:
-    """Return the options as JSON, with the name of the task, the family of the model and the values of its variant."""
-    options = to_json(dataclasses.replace(config, model=resolve_variant(config.model)))
+    """Return the options as JSON, with the warm-up, the name of the task, and the model's family and variant."""
+    warmup = dataclasses.replace(config.optimizer, warmup_steps=config.warmup_steps)
+    options = to_json(dataclasses.replace(config, model=resolve_variant(config.model), optimizer=warmup))
     options["task"] = {"name": task_name(config.task), **options["task"]}
     options["model"] = {"family": config.model.family, **options["model"]}
     return options
@@ -159,7 +160,7 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
     )
     with explain_training_errors(config, smaller), ExitStack() as stack:
         identify = partial(identify_task_inputs, config.task)
-        inputs = prepare_run_folder(stack, folder, config, task_options(config), identify)
+        inputs = prepare_run_folder(stack, folder, config, lambda: task_options(config), identify)
         if inputs is not None:
             _run(stack, resolve_defaults(config), inputs, folder)
     result = folder.read(folder.result)
@@ -247,6 +248,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, inputs: dict[str, str], fold
             **count_parameters(model),
         },
     )
+    graceful_stop.end_if_received(folder.path)
 
 
 def _evaluation_batches(task: Task, rows: int | None, batch_size: int) -> list[Batch]:

@@ -215,9 +215,10 @@ def sign_test(right: int, wrong: int) -> Direction:
 def sooner(found: StepsComparison) -> Direction:
     """Decide whether ours reached the level sooner, by the interval of the ratio of steps.
 
-    If a run has not reached the level there is no interval; the sign test over seeds whose order is known then decides.
+    Without an interval, because a run has not reached the level or the seeds do not vary, the sign test over the seeds
+    whose order is known decides.
     """
-    if found.ratio is None:
+    if found.low is None:
         return sign_test(found.seeds_sooner, found.seeds_later)
     return _OF_OUTCOME.get(found.outcome, "not shown")
 
@@ -240,7 +241,8 @@ def reached(found: StepsToLevel, within: float) -> Direction:
     """
     interval = found.interval()
     if interval is None:
-        return sign_test(len(found.reached), len(found.missing))
+        soon = sum(step <= within for step in found.reached)
+        return sign_test(soon, len(found.steps) - soon)
     return "holds" if interval[1] < within else "not shown"
 
 

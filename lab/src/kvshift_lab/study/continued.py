@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from filelock import FileLock
 
+from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.options import to_json
 from kvshift_lab.run.finished import read_run
 from kvshift_lab.run.folder import RunFolder
@@ -58,14 +59,23 @@ class ContinuedJob(TextJob):
                 seed = self.seed + attempt * _NEXT_SEED
                 folder = self._start_folder(out, seed)
                 self.start.with_seeds([seed])[0].run(folder)
-                if read_run(folder).series("probes", "prefix_matching")[0][-1] >= self.least_matching:
+                if _matching(folder) >= self.least_matching:
                     break
         self._continuing(folder).run(out)
 
     def is_finished(self, out: Path) -> bool:
-        """See `RunJob`."""
+        """See `RunJob`; the start model must have been trained with the options of `start`, too."""
         folder = self._used_start(out)
-        return folder is not None and self._continuing(folder).is_finished(out)
+        if folder is None:
+            return False
+        seed = int(folder.name.removeprefix("seed-"))
+        self.start.with_seeds([seed])[0].is_finished(folder)
+        if seed < self.seed + (_ATTEMPTS - 1) * _NEXT_SEED and _matching(folder) < self.least_matching:
+            raise LabError(
+                f"out: the run in {out} began from {folder}, whose prefix matching is {_matching(folder):.2f}; now it "
+                f"must be {self.least_matching:g} at least: choose another folder"
+            )
+        return self._continuing(folder).is_finished(out)
 
     def on_bundled_text(self) -> Self:
         """See `RunJob`; the start model is trained on the same text."""
@@ -108,6 +118,15 @@ class ContinuedJob(TextJob):
         start = self.start._options(self.start.config) | {"seed": 0, "least_matching": self.least_matching}
         return to_json(config) | {"init_from": f"{self.start_name} {config_hash(start)}"}
 
+    def _expected(self, config: Any) -> dict[str, Any]:
+        """Return the options as JSON; those of the model that are not given are the start model's."""
+        return self._options(replace(config, optimizer=replace(config.optimizer, warmup_steps=config.warmup_steps)))
+
     def _identify_inputs(self) -> dict[str, str]:
         """Return what identifies the text; the weights of a start model differ between kinds of machines."""
         return identify_inputs(self._with_local_paths().data)
+
+
+def _matching(start: Path) -> float:
+    """Return the prefix matching of the best head of a finished start model at its end."""
+    return read_run(start).series("probes", "prefix_matching")[0][-1]

@@ -21,6 +21,7 @@ from kvshift_lab.data.config import DataConfig, find_shared
 from kvshift_lab.run.finished import is_finished, read_run
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.inputs import identify_inputs, input_differences
+from kvshift_lab.run.resolve import expected_options
 from kvshift_lab.run.resume import check_folder, other_options, refuse_other_options
 from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import RunConfig, TrainConfig, config_hash, differences
@@ -74,12 +75,12 @@ class RunJob(ABC):
     def is_finished(self, out: Path) -> bool:
         """Return True if the run is finished. Raise a LabError if `out` has other options, or other or no text."""
         return out.exists() and check_folder(
-            RunFolder(out), self._options(self._with_local_paths()), self._identify_inputs()
+            RunFolder(out), self._expected(self._with_local_paths()), self._identify_inputs()
         )
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
         """See `Job`; the text need not be on this machine, but if it is, its content is compared, too."""
-        lines = other_options(options, self._options(self.config))
+        lines = other_options(options, self._expected(self.config))
         recorded = options.get("data_facts") or {}
         if not lines and "data.corpus" in recorded:
             with suppress(LabError):
@@ -125,6 +126,10 @@ class RunJob(ABC):
     def _options(self, config: Any) -> dict[str, Any]:
         """Return the options of a run as JSON."""
         return to_json(config)
+
+    def _expected(self, config: Any) -> dict[str, Any]:
+        """Return the options as JSON, as far as they can be resolved before a run."""
+        return self._options(config)
 
     def _with_local_paths(self) -> Any:
         """Return the options with the paths of the text on this machine."""
@@ -235,6 +240,9 @@ class TextJob(RunJob):
         digits = config_hash(options)
         return {**found, "options": {**options, "data_facts": facts}, "config_hash": digits, "result": result}
 
+    def _expected(self, config: Any) -> dict[str, Any]:
+        return expected_options(config)
+
     def _portable(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the recorded options of a run with names that are the same on every machine."""
         return {**options, "data": options["data"] | _text_paths(self.config)}
@@ -247,7 +255,7 @@ class TextJob(RunJob):
 
     def _identify_inputs(self) -> dict[str, str]:
         config = self._with_local_paths()
-        return identify_inputs(config.data, config.init_from)
+        return identify_inputs(config.data, config.init_from, config.model.config)
 
 
 def pairs_of_depths(config: TrainConfig, depths: Sequence[int]) -> list[TextJob]:

@@ -17,6 +17,7 @@ from filelock import FileLock
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.json_lines import read_lines, write_lines
 from kvshift_lab.study.arm import Arm, arm_from_label
+from kvshift_lab.study.entry import Grid
 from kvshift_lab.study.jobs import RunJob
 from kvshift_lab.study.recipe import Job, Recipe, Record
 
@@ -72,7 +73,8 @@ def _record_from_line(line: dict[str, Any]) -> Record:
 def load_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | None:
     """Return all records of a preset; None if there is no file, or if runs are missing from the records of its study.
 
-    From the records of a study, select the arms of the recipe with the seeds that all these arms have.
+    From the records of a study, select the arms of the recipe with the seeds that all these arms have. Records of an
+    older setting, or of the bundled text, are not among them.
     """
     path = results / recipe.entry.runs / f"{preset}.jsonl"
     if not path.exists():
@@ -81,14 +83,29 @@ def load_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | N
     if recipe.entry.study is None:
         return records
     size = recipe.presets[preset]
-    arms = {job.arm for job in recipe.arms(preset)}
-    ours = [record for record in records if (record.tuning_for or record.arm) in arms]
+    jobs = {job.arm: job for job in recipe.arms(preset)}
+    arms = {*jobs}
+    ours = [record for record in records if _is_of(record, jobs.get(record.tuning_for or record.arm), size.grid)]
     seeds = [{record.seed for record in ours if record.tuning_for is None and record.arm == arm} for arm in arms]
     shared = set.intersection(*seeds)
     tuned = {record.tuning_for for record in ours if record.tuning_for is not None}
     if not shared >= {*size.seed_numbers()} or (size.grid is not None and tuned != arms):
         return None
     return [record for record in ours if record.tuning_for is not None or record.seed in shared]
+
+
+def _is_of(record: Record, job: Job | None, grid: Grid | None) -> bool:
+    """Return True if a record has the options of the job of its arm, at a rate of the grid if the rate is tuned."""
+    if job is None:
+        return False
+    if isinstance(job, RunJob) and grid is not None:
+        rate = record.options["optimizer"]["learning_rate"]
+        if rate not in grid.rates:
+            return False
+        job = job.at_rate(rate) if record.tuning_for is None else job.tuning(rate, steps=grid.steps)
+    # Without the digest of its text, because the text on this machine may be another one.
+    options = {name: value for name, value in record.options.items() if name != "data_facts"}
+    return not any(one.other_options(options) for one in job.with_seeds([record.seed]))
 
 
 class RecordStore:

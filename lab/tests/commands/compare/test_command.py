@@ -22,6 +22,7 @@ from kvshift_lab.options_file import parse
 from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.inputs import identify_inputs
+from kvshift_lab.run.resolve import expected_options
 from kvshift_lab.run.train_config import TrainConfig
 from kvshift_lab.study import run_study
 from kvshift_lab.variants.building import build_model, describe
@@ -70,7 +71,7 @@ def trained(monkeypatch):
             shutil.rmtree(out, ignore_errors=True)  # may contain a lock file
             write_run(out, seed=job.seed, variant=model.variant, shift_targets=targets, gain=gain)
             recorded = json.loads((out / "config.json").read_text())
-            options = to_json(job.config)
+            options = json.loads(json.dumps(expected_options(job.config)))
             options["model"] |= {"shift_targets": recorded["model"]["shift_targets"]}
             facts = recorded["data_facts"] | identify_inputs(job.config.data)
             kept = {"tokens_per_step": recorded["tokens_per_step"], "config_hash": recorded["config_hash"]}
@@ -138,6 +139,17 @@ def test_one_seed_ends_with_the_command_for_three(seeds, tmp_path, trained, unpl
     more = config.with_seeds(3)
     assert capsys.readouterr().out.rstrip().endswith(more) == (seeds == 1)
     assert (html.escape(more) in (tmp_path / "report.html").read_text(encoding="utf-8")) == (seeds == 1)
+
+
+def test_a_file_of_a_model_without_shift_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 16, "num_attention_heads": 2}
+    path.write_text(json.dumps({"model_type": "kvshift_llama", "shift_targets": [], **sizes}))
+    config = config_for(tmp_path / "out", model=ModelConfig(config=path))
+    with pytest.raises(LabError, match=r"config.json shifts nothing, so that kv-shift equals vanilla"):
+        compare_jobs(config)
+    shifted = replace(config, train=replace(config.train, model=ModelConfig(config=path, shift_targets=("k",))))
+    assert options_of(shifted, "kv-shift").model.shift_targets == ("k",)
 
 
 @pytest.mark.slow

@@ -329,3 +329,16 @@ def test_a_loss_that_is_not_finite(model_folder, documents, tmp_path):
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     assert main(["eval", str(folder), str(tmp_path / "held_out.jsonl")]) == 3
+
+
+def test_blocks_without_tokens_change_no_standard_error():
+    """A document may be a single token for one of two models, which then scores nothing in it."""
+    random = np.random.default_rng(0)
+    weights = random.integers(1, 9, 50).astype(float)
+    sums = weights * random.normal(3, 1, 50)
+    values = text_scores._block_values(sums, weights)
+    with_empty = text_scores._block_values(np.pad(sums, (0, 450)), np.pad(weights, (0, 450)))
+    for some in (values, with_empty):
+        assert some.mean() == pytest.approx(sums.sum() / weights.sum(), rel=1e-12)
+    stderr, of_all = (values.std(ddof=1) / math.sqrt(len(values)) for values in (values, with_empty))
+    assert of_all == pytest.approx(stderr, rel=0.02)

@@ -27,6 +27,7 @@ from kvshift_lab.core.options import to_json
 from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.inputs import identify_inputs
+from kvshift_lab.run.resolve import expected_options
 from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import TrainConfig, differences
 from kvshift_lab.study.arm import Arm
@@ -34,6 +35,7 @@ from kvshift_lab.study.jobs import RunJob
 from kvshift_lab.study.recipe import Record
 from kvshift_lab.study.run_study import StudyExecution, run_jobs
 from kvshift_lab.variants.by_name import with_variant
+from kvshift_lab.variants.model_config import ModelConfig
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
@@ -79,8 +81,11 @@ class CompareJob(RunJob):
         log(f"\n{self.arm}, seed {self.seed}, in {out}")
         train(dataclasses.replace(self.config, out=out))
 
+    def _expected(self, config: Any) -> dict[str, Any]:
+        return expected_options(config)
+
     def _identify_inputs(self) -> dict[str, str]:
-        return identify_inputs(self.config.data, self.config.init_from)
+        return identify_inputs(self.config.data, self.config.init_from, self.config.model.config)
 
 
 def compare_jobs(config: CompareConfig) -> list[CompareJob]:
@@ -90,6 +95,7 @@ def compare_jobs(config: CompareConfig) -> list[CompareJob]:
         model = with_variant(train.model, variant)
         if variant == "kv-shift" and train.init_from is None:
             model = dataclasses.replace(model, shift_targets=train.model.shift_targets)  # None: from the size or file
+            _require_shift(model)
         if config.equal_parameters:
             from kvshift_lab.variants.building import with_vanilla_parameters
 
@@ -97,6 +103,16 @@ def compare_jobs(config: CompareConfig) -> list[CompareJob]:
         jobs.append(CompareJob(arm=Arm(variant=variant), config=dataclasses.replace(train, model=model)))
     seeds = range(train.seed, train.seed + config.seeds)
     return [job for seed in seeds for arm in jobs for job in arm.with_seeds([seed])]
+
+
+def _require_shift(model: ModelConfig) -> None:
+    """Raise a LabError if the file of `model.config` shifts nothing, so that kv-shift would be vanilla."""
+    from kvshift_lab.variants.building import llama_config  # imports transformers
+
+    if model.config is not None and not llama_config(model, vocab_size=1, sequence_length=1).shift_targets:
+        raise LabError(
+            f"model.config: {model.config} shifts nothing, so that kv-shift equals vanilla: give model.shift_targets"
+        )
 
 
 def _run(config: CompareConfig) -> list[Record]:

@@ -23,6 +23,7 @@ from kvshift_lab.run.finished import read_run
 from kvshift_lab.run.loading import load_trained
 from kvshift_lab.run.optimizer import adamw, recompute_activations
 from kvshift_lab.run.train_config import TrainConfig
+from kvshift_lab.variants.building import freeze_shift
 
 _LEAST_SECONDS = 0.15  # of consecutive steps: longer than the clock's resolution, shorter than changes of the machine
 _FEWEST_ROUNDS = 5
@@ -49,8 +50,10 @@ def measure_step_time(folders: Mapping[str, Path], seconds: float) -> dict[str, 
 
 
 def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callable[[int], None]:
-    model: Any = load_trained(read_run(folder))
+    run = read_run(folder)
+    model: Any = load_trained(run)
     model.to(config.device).train()
+    freeze_shift(model, run.options().model)
     if config.gradient_checkpointing:
         recompute_activations(model)
     optimizer = adamw(model, config.optimizer, torch.device(config.device))

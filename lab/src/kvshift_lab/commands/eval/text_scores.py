@@ -169,7 +169,7 @@ def _block_values(sums: np.ndarray, weights: np.ndarray) -> np.ndarray:
     For blocks of equal weight, v_i = s_i / w_i. A block of zero weight carries no information and gets v_i = m.
     """
     mean = sums.sum() / weights.sum()
-    return mean + (sums - mean * weights) / weights[weights > 0].mean()
+    return mean + (sums - mean * weights) / weights.mean()
 
 
 def _numbers(model: Model, result: BlockSums) -> dict[str, Any]:

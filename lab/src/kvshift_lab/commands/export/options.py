@@ -16,7 +16,7 @@ from kvshift_lab.variants.model_config import DType
 class ExportOptions:
     """The model to export, the format, and the folder of the result.
 
-    By default the result is two programs with the weights inside: "prefill" for prompts and "decode" for the tokens
+    By default the result is two programs with their weights: "prefill" for prompts and "decode" for the tokens
     after them. With --format mlx it is a folder for mlx-lm; with --remote-code, a model folder that AutoModel loads
     with trust_remote_code=True wherever kvshift is installed. docs/export.md describes all three.
     """
