@@ -67,6 +67,13 @@ def replaced(size: int) -> nn.Module:
     return made
 
 
+class Doubled(nn.RMSNorm):
+    """A subclass with a formula of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 OTHER_NORMS: dict[str, Callable[[int], nn.Module]] = {
     "another eps": lambda size: nn.RMSNorm(size, eps=0.5, dtype=torch.float64),
     "no gain": lambda size: nn.RMSNorm(size, eps=0.25, elementwise_affine=False),
@@ -74,6 +81,7 @@ OTHER_NORMS: dict[str, Callable[[int], nn.Module]] = {
     "no parameters": lambda size: nn.Identity(),
     "hook": hooked,
     "forward replaced": replaced,
+    "forward of a subclass": lambda size: Doubled(size, eps=0.25, dtype=torch.float64),
 }
 
 
@@ -110,6 +118,18 @@ def test_the_default_eps_is_that_of_the_dtype(eps, launches):
     small = {name: 1e-8 * getattr(case, name) for name in "qkv"}
     assert_equal(replace(case, eps=eps, **small))
     assert launches[0] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_default_eps_of_half_types_is_that_of_float32(dtype, launches):
+    """As in PyTorch, which computes the norm in float32; the eps of the dtype itself would be seen in every digit."""
+    case = random_fused(4, dtype=dtype)
+    small = {name: 0.05 * getattr(case, name) for name in "qkv"}
+    case = replace(case, eps=None, **small)
+    own, reference, expected = (outcome_of(case, partial(fused, backend=b)) for b in ("triton", "reference", "eager"))
+    assert launches[0] == 1
+    for name, x in [*own.items(), *reference.items()]:
+        torch.testing.assert_close(x, expected[name], rtol=0.05, atol=0.05 * float(expected[name].abs().max()))
 
 
 def test_norms_in_float32_of_smaller_heads(launches):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing  # how tensors are pickled for another process
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import DynamicCache, StaticCache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from kvshift.layers import KVShift
 from kvshift.models import decoder
 from kvshift.models.llama import ensure_shift_cache
 from kvshift.models.next_token import Token
@@ -73,7 +78,7 @@ def general(monkeypatch) -> Callable[..., Any]:
 
     def call(function: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(decoder, "prepare_next_token", lambda decoder, hidden, tables, masks, *_: ({}, masks))
+            patch.setattr(decoder, "prepare_next_token", lambda *_: {})
             return function()
 
     return call
@@ -592,3 +597,151 @@ def test_embeddings_of_a_subclass(taken):
 def nothing_else_is_left() -> Iterator[None]:
     yield
     assert not nn_module._global_forward_hooks
+
+
+# What changes between two tokens --------------------------------------------------------------------------------------
+
+
+def shared(x: Any) -> None:
+    """Move tensors to shared memory, as sending them to another process does."""
+    ForkingPickler(io.BytesIO(), 2).dump(x)
+
+
+MOVES: dict[str, Callable[[Any], object]] = {
+    "cache": shared,
+    "keys": lambda cache: [layer.keys.share_memory_() for layer in cache.layers],
+    "states": lambda cache: shared([layer._shift_state for layer in cache.layers]),
+    "keys through data": lambda cache: [setattr(layer.keys, "data", layer.keys.clone()) for layer in cache.layers],
+}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("move", MOVES)
+def test_memory_that_moves_is_noticed(move: str, kind: str, taken, general):
+    """Otherwise, the kernel writes to memory that was freed."""
+    model, ids = tiny_model(qk_norm=True), random_tokens(2, LENGTH)
+
+    def moved() -> list[Tensor]:
+        cache = cache_of(model, kind)
+        before = feed(model, cache, ids[:, : PROMPT + 3], 0)
+        MOVES[move](cache)
+        return [before, feed(model, cache, ids, PROMPT + 3), *contents(cache)]
+
+    found = moved()
+    assert taken[-1]
+    assert_same_bits(found, general(moved))
+
+
+def test_a_state_that_was_read_keeps_its_numbers(taken, general):
+    """A caller may keep keys, values and state, try a token, and put them back."""
+    model, ids = tiny_model(), random_tokens(2, LENGTH)
+
+    def with_a_rejected_token() -> list[Tensor]:
+        cache = cache_of(model, "dynamic")
+        feed(model, cache, ids[:, :6], 0)
+        kept = [(layer.keys, layer.values, layer.shift_state) for layer in cache.layers]
+        feed(model, cache, ids[:, :8].flip(1), 6)
+        for layer, parts in zip(cache.layers, kept, strict=True):
+            layer.keys, layer.values, layer.shift_state = parts
+        return [feed(model, cache, ids, 6), *contents(cache)]
+
+    found = with_a_rejected_token()
+    assert taken[-1]
+    assert_same_bits(found, general(with_a_rejected_token))
+
+
+def test_two_caches_may_continue_one_state(general):
+    model, ids = tiny_model(), random_tokens(2, LENGTH)
+
+    def forked() -> list[Tensor]:
+        first, second = cache_of(model, "dynamic"), cache_of(model, "dynamic")
+        for cache in (first, second):
+            feed(model, cache, ids[:, :6], 0)
+        for layer, other in zip(first.layers, second.layers, strict=True):
+            other.write_shift(layer.shift_state)
+        return [feed(model, first, ids.flip(1), 6), feed(model, second, ids, 6), *contents(first), *contents(second)]
+
+    assert_same_bits(forked(), general(forked))
+
+
+def hide_a_key(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    mask = kwargs["attention_mask"].clone()
+    assert mask.dtype == torch.bool
+    mask[..., 3] = False
+    return args, {**kwargs, "attention_mask": mask}
+
+
+def hide_a_key_in_place(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    kwargs["attention_mask"][..., 3] = False
+
+
+def no_rotation(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    cos, sin = kwargs["position_embeddings"]
+    return args, {**kwargs, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("hook", [hide_a_key, hide_a_key_in_place, no_rotation])
+def test_a_hook_on_attention_changes_its_masks_and_tables(hook: Any, kind: str, taken, general):
+    model = tiny_model(attn_implementation="sdpa")
+    ids = random_tokens(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    model.model.layers[-1].self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+    found = decoded(model, kind, ids, mask)
+    assert any(taken)
+    assert_same_bits(found, general(lambda: decoded(model, kind, ids, mask)))
+
+
+def instance_project(model: Any, _cache: Any, _patch: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.project = lambda x, real=attention.project: tuple(2 * heads for heads in real(x))
+
+
+def instance_update(_model: Any, cache: Any, _patch: Any) -> None:
+    layer = cache.layers[0]
+    layer.update = lambda k, v, *args, real=layer.update, **options: real(2 * k, v, *args, **options)
+
+
+def class_shift(_model: Any, _cache: Any, patch: Any) -> None:
+    real = KVShift.forward
+    patch.setattr(KVShift, "forward", lambda self, q, k, v, **options: real(self, q, 2 * k, v, **options))
+
+
+def class_norm(_model: Any, _cache: Any, patch: Any) -> None:
+    real = LlamaRMSNorm.forward
+    patch.setattr(LlamaRMSNorm, "forward", lambda self, x: 2 * real(self, x))
+
+
+def transposed_coefficients(model: Any, _cache: Any, _patch: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.shift.alpha.data = layer.self_attn.shift.alpha.data.t()
+
+
+@pytest.mark.parametrize(
+    "change", [instance_project, instance_update, class_shift, class_norm, transposed_coefficients]
+)
+def test_what_is_replaced_between_two_tokens_is_noticed(change: Any, general, monkeypatch):
+    ids = random_tokens(2, LENGTH)
+
+    def changed() -> list[Tensor]:
+        model = tiny_model(qk_norm=True, num_key_value_heads=2)
+        cache = cache_of(model, "dynamic")
+        before = feed(model, cache, ids[:, :6], 0)
+        with monkeypatch.context() as patch:
+            change(model, cache, patch)
+            return [before, feed(model, cache, ids, 6), *contents(cache)]
+
+    assert_same_bits(changed(), general(changed))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_order_of_sums_is_probed_whatever_the_default_dtype(dtype):
+    """The kernel reads and writes the probe's memory as float32."""
+    expected = sums_like_torch(64)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        assert sums_like_torch.__wrapped__(64) == expected
+    finally:
+        torch.set_default_dtype(before)

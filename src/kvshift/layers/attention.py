@@ -26,6 +26,7 @@ from kvshift.layers.positions import (
 from kvshift.layers.sequence_sharding import refuse_sharded_sequence
 from kvshift.layers.shift import KVShift, shift_type_error
 from kvshift.ops import ShiftState
+from kvshift.ops.dispatch import register_norm
 from kvshift.ops.shift import check_boundaries, check_tensor
 
 PositionEncoding = Literal["rope", "alibi", "none"]
@@ -304,3 +305,6 @@ class HeadNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+register_norm(HeadNorm)

@@ -38,14 +38,16 @@ class ShiftCacheLayer:
     """Base class of all cache layers in this package, listed before transformers' own layer class.
 
     Attributes:
-        shift_state: the raw rows of the last cached tokens; None before the first token.
+        shift_state: the raw rows of the last cached tokens; None before the first token. One that was read keeps its
+            numbers, except in a static cache.
         document_offset: (B,), index of the first token of each row's last document; None if that is 0 in all rows.
         window: number of tokens that the shift mixes, W; 1 without a shift.
         record_past: whether to keep the raw rows of all tokens until `crop` is called, as assisted generation requires.
-        next_token: the prepared call of `kvshift.models.next_token`, which overwrites `shift_state` at every token.
+        next_token: the prepared call of `kvshift.models.next_token`, which overwrites the state at every token. Reading
+            `shift_state` ends it; the next call gets a copy.
     """
 
-    shift_state: ShiftState | None = None
+    _shift_state: ShiftState | None = None
     document_offset: Tensor | None = None
     window: int
     record_past: bool = False
@@ -55,11 +57,21 @@ class ShiftCacheLayer:
         super().__init__(**sizes)
         self.window = window
 
+    @property
+    def shift_state(self) -> ShiftState | None:
+        if not torch.compiler.is_compiling():
+            self.next_token = None
+        return self._shift_state
+
+    @shift_state.setter
+    def shift_state(self, state: ShiftState | None) -> None:
+        self._shift_state = state
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies of the layer hold: not the call that writes to this layer's tensors, nor its state."""
         copied = {name: value for name, value in vars(self).items() if name != "next_token"}
-        if self.next_token is not None and self.shift_state is not None:
-            copied["shift_state"] = self.shift_state.clone()
+        if self.next_token is not None and self._shift_state is not None:
+            copied["_shift_state"] = self._shift_state.clone()
         return copied
 
     def shift_tokens(
@@ -70,7 +82,7 @@ class ShiftCacheLayer:
         Args:
             q, k, v, mask, options: as in `KVShift.forward`.
         """
-        state = self.shift_state
+        state = self._shift_state
         if self.record_past:
             if mask is not None:
                 # For left padding, zeros have the same effect as a mask, and keep one raw row for every position, which
@@ -85,7 +97,7 @@ class ShiftCacheLayer:
 
     def _state_with_room(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
         """Return the stored state with room for T more raw rows, those of k and v, (B, T, G, D)."""
-        state = self.shift_state
+        state = self._shift_state
         if state is None:
             rows = self.window - 1
             k_rows, v_rows, q_rows = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v, q))
@@ -93,14 +105,14 @@ class ShiftCacheLayer:
         return ShiftState(state.k, state.v, state.rows + k.shape[1], state.q)
 
     def write_shift(self, state: ShiftState) -> None:
-        self.shift_state = state
+        self._shift_state = state
 
     def activate_past_recording(self) -> None:
         self.record_past = True
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.shift_state = self.document_offset = self.next_token = None
+        self._shift_state = self.document_offset = self.next_token = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -126,7 +138,7 @@ class ShiftCacheLayer:
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted generation of older transformers
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
-        state, tokens, length = self.shift_state, -tokens_to_remove, int(self.get_seq_length())  # type: ignore[attr-defined]
+        state, tokens, length = self._shift_state, -tokens_to_remove, int(self.get_seq_length())  # type: ignore[attr-defined]
         if tokens > length:
             raise ValueError(f"cannot crop {tokens} tokens from a cache of {length}")
         if self.document_offset is not None and tokens < length < tokens + int(self.document_offset.max()):
@@ -147,12 +159,12 @@ class ShiftCacheLayer:
             q = None if state.q is None else state.q[:, keep]
             state = ShiftState(state.k[:, keep], state.v[:, keep], self.window - 1, q)
         super().crop(tokens_to_remove)  # type: ignore[misc]
-        self.shift_state = state if tokens < length else None
+        self._shift_state = state if tokens < length else None
         self.document_offset = self.document_offset if tokens < length else None
 
     def _select_shift(self, indices: Tensor) -> None:
-        if self.shift_state is not None:
-            self.write_shift(self.shift_state.select(indices))
+        if self._shift_state is not None:
+            self.write_shift(self._shift_state.select(indices))
         if self.document_offset is not None:
             self.document_offset = self.document_offset.index_select(0, indices.to(self.document_offset.device))
 
@@ -223,20 +235,20 @@ class StaticShiftCacheLayer(ShiftCacheLayer):
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
     def write_shift(self, state: ShiftState) -> None:
-        if self.shift_state is not None:
-            self._overwrite(self.shift_state, state)
+        if self._shift_state is not None:
+            self._overwrite(self._shift_state, state)
             return
-        self.shift_state = state.clone()
+        self._shift_state = state.clone()
         if not torch.compiler.is_compiling():
-            for rows in (self.shift_state.k, self.shift_state.v, self.shift_state.q):
+            for rows in (self._shift_state.k, self._shift_state.v, self._shift_state.q):
                 if rows is not None:
                     torch._dynamo.mark_static_address(rows)
 
     def reset(self) -> None:
-        state = self.shift_state
+        state = self._shift_state
         super().reset()
         self.tokens_fed = 0
-        self.shift_state = state
+        self._shift_state = state
         if state is not None:
             self.write_shift(state.reset())
 

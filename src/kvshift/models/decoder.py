@@ -33,6 +33,7 @@ from kvshift.models.next_token import prepare_next_token
 from kvshift.models.versions import CACHE, refuse_unknown, resolve_cache_argument, warn_if_untested
 from kvshift.ops.arguments import Norms
 from kvshift.ops.boundaries import shared_plans
+from kvshift.ops.dispatch import register_norm
 from kvshift.ops.rope import Rotary, half_tables
 
 Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -107,6 +108,11 @@ class ShiftedAttention:
     qk_norm: bool = False
     sliding_window: int | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.llama_norm is not None:
+            register_norm(cls.llama_norm)
+
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, T, E) to queries (B, T, H, D), keys and values (B, T, G, D)."""
         return self._split_heads(*self._projections(hidden_states))
@@ -138,9 +144,14 @@ class ShiftedAttention:
     ) -> tuple[Tensor, Tensor | None]:
         cache = past_key_values if cache is None else cache
         # One call on a CPU needs no views of the projections.
-        whole = next_token is not None and next_token.takes_whole and type(self).project is ShiftedAttention.project
+        whole = (
+            next_token is not None
+            and next_token.takes_whole
+            and type(self).project is ShiftedAttention.project
+            and "project" not in self.__dict__
+        )
         heads = self._projections(hidden_states) if whole else self.project(hidden_states)
-        done = None if next_token is None else next_token.shift_and_cache(self, *heads, cache)
+        done = None if next_token is None else next_token.shift_and_cache(self, *heads, cache, position_embeddings)
         if done is None:
             heads = self._split_heads(*heads) if whole else heads
             norms = (self.q_norm, self.k_norm) if self.qk_norm else None
@@ -157,7 +168,7 @@ class ShiftedAttention:
             query,
             key,
             value,
-            attention_mask=attention_mask,
+            attention_mask=attention_mask if next_token is None else next_token.scores(attention_mask, query.dtype),
             shift_mask=shift_mask,
             shift_seq_idx=shift_seq_idx,
             **kwargs,
@@ -407,7 +418,7 @@ class RotaryDecoder(ShiftedDecoder):
         layer_types: Iterable[str] = repeat("attention", self.config.num_hidden_layers)
         if isinstance(tables, dict) or "attention" not in masks:
             layer_types = self.config.layer_types[: self.config.num_hidden_layers]
-        tokens, masks = prepare_next_token(self, hidden_states, tables, masks, kwargs[CACHE], attn_implementation)
+        tokens = prepare_next_token(self, hidden_states, tables, masks, kwargs[CACHE], attn_implementation)
         if self.rotates_halves and not tokens:
             is_dict = isinstance(tables, dict)
             tables = {name: half_tables(*x) for name, x in tables.items()} if is_dict else half_tables(*tables)

@@ -37,7 +37,7 @@ from kvshift.models.cache import (
 )
 from kvshift.ops.arguments import Gains
 from kvshift.ops.cpu import next_token as cpu_next_token
-from kvshift.ops.dispatch import choose_backend, is_gpu
+from kvshift.ops.dispatch import choose_backend, has_plain_forward, is_gpu
 from kvshift.ops.rope import Rotary, half_tables
 from kvshift.ops.torch_ops import needs_traceable_ops
 from kvshift.ops.triton import next_token as triton_next_token
@@ -47,13 +47,14 @@ TokenTables = Any  # of the same module
 Heads = tuple[Tensor, Tensor, Tensor]
 Masks = dict[str, Tensor | None]
 _NO_GAINS: Gains = (None, None, 0.0)
+_SHIFT = KVShift.forward  # before anybody replaces it
 
 _MIN_ROOM, _ROOM = 64, 8  # tokens of room that a growing cache is given: at least these, and one for every so many
 
 
 def prepare_next_token(
     decoder: Any, hidden_states: Tensor, rotary: Any, masks: Masks, cache: Cache | None, attn_implementation: str | None
-) -> tuple[dict[str, Token], Masks]:
+) -> dict[str, Token]:
     """Return what the layers need to compute the next token in one call each.
 
     Args:
@@ -65,8 +66,7 @@ def prepare_next_token(
         attn_implementation: name of the attention function.
 
     Returns:
-        A `Token` for each type of layer, "attention" if all are alike; none if this pass needs the general way; and
-        the masks, which for a token are converted once for all layers.
+        A `Token` for each type of layer, "attention" if all are alike; none if this pass needs the general way.
     """
     if (
         torch.compiler.is_compiling()
@@ -82,17 +82,14 @@ def prepare_next_token(
         or _has_any_global_hook()
         or (kernels := _kernels(hidden_states)) is None
     ):
-        return {}, masks
+        return {}
+    is_sdpa = attn_implementation == "sdpa"
     try:
         if isinstance(rotary, dict):
-            tokens = {layer_type: Token(kernels, tables) for layer_type, tables in rotary.items()}
-        else:
-            tokens = dict.fromkeys(masks, Token(kernels, rotary))
+            return {layer_type: Token(kernels, tables, is_sdpa) for layer_type, tables in rotary.items()}
+        return dict.fromkeys(masks, Token(kernels, rotary, is_sdpa))
     except ValueError:
-        return {}, masks
-    if attn_implementation == "sdpa":
-        masks = {name: _scores(mask, hidden_states.dtype) for name, mask in masks.items()}
-    return tokens, masks
+        return {}
 
 
 def _kernels(x: Tensor) -> Any:
@@ -103,19 +100,13 @@ def _kernels(x: Tensor) -> Any:
     return kernels if x.dtype in kernels.next_token_dtypes() else None
 
 
-def _scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Convert a boolean mask of attention to terms of the scores, as PyTorch's attention does in every layer."""
-    if mask is None or mask.ndim != 4 or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
-
-
 class Token:
     """The next token of every sequence.
 
     Args:
         kernels: the module with the kernel.
         rotary: tables as in `prepare_next_token`.
+        is_sdpa: whether PyTorch's attention follows, which converts boolean masks in every layer.
 
     Raises:
         ValueError: the kernel cannot read the tables.
@@ -124,20 +115,24 @@ class Token:
         takes_whole: whether the kernel takes the heads of a projection side by side, (B, 1, H D).
     """
 
-    __slots__ = ("_prepare", "_tables", "takes_whole")
+    __slots__ = ("_converted", "_is_sdpa", "_prepare", "_rotary", "_tables", "takes_whole")
 
-    def __init__(self, kernels: Any, rotary: Rotary) -> None:
-        self._prepare = kernels.NextToken
+    def __init__(self, kernels: Any, rotary: Rotary, is_sdpa: bool) -> None:
+        self._prepare, self._rotary, self._is_sdpa = kernels.NextToken, rotary, is_sdpa
+        self._converted: dict[int, tuple[Tensor, int, Tensor]] = {}  # by the identity of the mask
         self.takes_whole = kernels is cpu_next_token
         self._tables = kernels.TokenTables(rotary if kernels is cpu_next_token else half_tables(*rotary))
 
-    def shift_and_cache(self, attention: Any, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Heads | None:
+    def shift_and_cache(
+        self, attention: Any, q: Tensor, k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None
+    ) -> Heads | None:
         """Shift, normalise, rotate and cache the token in one layer; None if that needs the general way.
 
         Args:
             attention: a `ShiftedAttention`.
             q, k, v: projections, (B, 1, H, D), (B, 1, G, D) and (B, 1, G, Dv), or whole.
             cache: the cache of the pass.
+            rotary: tables of the layer; those of the pass, unless a hook or a subclass has given it others.
 
         Returns:
             q (B, H, 1, D); k and v (B, G, N, D), cached tokens included.
@@ -145,21 +140,38 @@ class Token:
         if attention.llama_norm is None or torch.compiler.is_compiling():
             return None
         layer: Any = cache.layers[attention.layer_idx]
-        write = _WRITE.get(type(layer))
+        write = None if "update" in layer.__dict__ else _WRITE.get(type(layer))
         shift = attention._modules["shift"]
-        if write is None or layer.record_past or layer.keys is None or type(shift) is not KVShift:
+        if write is None or layer.record_past or layer.keys is None:
+            return None
+        if type(shift) is not KVShift or KVShift.forward is not _SHIFT:
+            return None
+        if rotary is None or rotary[0] is not self._rotary[0] or rotary[1] is not self._rotary[1]:
             return None
         coefficients = shift.coefficients_alone()
         gains = _gains(attention) if attention.qk_norm else _NO_GAINS
         if coefficients is None or gains is None:
             return None
         call = layer.next_token
-        if call is None or not call.is_current(layer.shift_state, coefficients, gains):
+        if call is None or not call.is_current(layer._shift_state, coefficients, gains):
             prepare = self._prepare if q.ndim == 4 else partial(self._prepare, size=attention.head_dim)
             call = layer.next_token = _prepare_layer(prepare, layer, q, k, v, coefficients, gains)
         if call is None or not call.takes(q, k, v, self._tables):
             return None
         return write(layer, call, q, k, v, self._tables)
+
+    def scores(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """Return a boolean mask of attention as terms of the scores, converted once for all layers with the same mask.
+
+        A hook on a layer sees the mask as it is in any other pass, and may change it or give another.
+        """
+        if mask is None or not self._is_sdpa or mask.dtype != torch.bool or mask.ndim != 4 or mask.is_inference():
+            return mask
+        converted = self._converted.get(id(mask))
+        if converted is None or mask._version != converted[1]:
+            scores = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+            converted = self._converted[id(mask)] = mask, mask._version, scores
+        return converted[2]
 
 
 def _gains(attention: Any) -> Gains | None:
@@ -170,7 +182,7 @@ def _gains(attention: Any) -> Gains | None:
             type(norm) is not attention.llama_norm
             or norm._forward_hooks
             or norm._forward_pre_hooks
-            or "forward" in norm.__dict__
+            or not has_plain_forward(norm)
         ):
             return None
     (q_gain, eps), (k_gain, k_eps) = ((norm._parameters.get("weight"), norm.variance_epsilon) for norm in norms)
@@ -187,19 +199,17 @@ def _prepare_layer(
     gains: Gains,
 ) -> NextToken | None:
     """Prepare the calls for a layer, and give it a state of its own, because calls overwrite it."""
-    state = layer.shift_state
+    state = layer._shift_state
     if not coefficients[0] is coefficients[1] is None:
         if state is None or state.q is not None or not state.rows == state.max_rows == 1:
             return None
         if not isinstance(layer, StaticShiftCacheLayer):  # whose state is always its own
             state = state.clone()
-    if "update" in vars(layer):
-        return None
     try:
         call = prepare(q, k, v, state, *coefficients, gains)
     except ValueError:
         return None
-    layer.shift_state = state
+    layer._shift_state = state
     return call
 
 
@@ -213,7 +223,14 @@ def _append(
     keys: Any = layer.keys
     values: Any = layer.values
     cached: Any = call.cached
-    if cached is None or keys is not cached[0] or values is not cached[1] or keys.shape[2] == cached[2]:
+    if (
+        cached is None
+        or keys is not cached[0]
+        or values is not cached[1]
+        or keys.shape[2] == cached[2]
+        or keys.data_ptr() != call.k_address  # as after pickling, which can move them to shared memory
+        or values.data_ptr() != call.v_address
+    ):
         if not _make_room(call, keys, values):
             return None
         cached = call.cached
@@ -250,8 +267,7 @@ def _overwrite(
     keys: Any = layer.keys
     values: Any = layer.values
     length = layer.cumulative_length
-    is_prepared = call.buffers is not None and keys is call.buffers[0] and values is call.buffers[1]
-    if not (is_prepared and length is call.length) and not call.write_to(keys, values, length):
+    if not call.writes_to(keys, values, length) and not call.write_to(keys, values, length):
         return None
     q = call(q, k, v, tables, layer.tokens_fed)
     layer.tokens_fed += 1

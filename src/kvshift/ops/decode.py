@@ -87,7 +87,7 @@ class CoefficientCache:
     """
 
     def __init__(self) -> None:
-        self._cached: list[tuple[Tensor | None, int, int, torch.dtype, Columns] | None] = [None, None]
+        self._cached: list[tuple[Tensor | None, int, Any, int, torch.dtype, Columns] | None] = [None, None]
 
     def columns(self, index: int, x: Tensor, dtype: torch.dtype) -> Columns:
         """Return the columns of alpha (`index` 0) or beta (`index` 1) in this dtype."""
@@ -95,11 +95,12 @@ class CoefficientCache:
         captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
         cached = self._cached[index]
         if cached is not None and not captured:
-            parameter, address, version, of_dtype, columns = cached
-            if x is parameter and x.data_ptr() == address and x._version == version and dtype is of_dtype:
+            parameter, address, strides, version, of_dtype, columns = cached
+            is_there = x is parameter and x.data_ptr() == address and x.stride() == strides
+            if is_there and x._version == version and dtype is of_dtype:
                 return columns
         keeps = type(x) is nn.Parameter and x.dtype is dtype and not (captured or x.is_inference() or x.is_meta)
         columns = make_columns(x.to(dtype), find_zeros=keeps or x.is_cpu)
         if keeps:
-            self._cached[index] = (x, x.data_ptr(), x._version, dtype, columns)
+            self._cached[index] = (x, x.data_ptr(), x.stride(), x._version, dtype, columns)
         return columns

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops.arguments import Call
+from kvshift.ops.arguments import Call, compute_dtype
 from kvshift.ops.cpu.kernel import cpu_unsupported_reason
 from kvshift.ops.memory import PLAIN_TENSOR_TYPES, forbids_in_place, is_lazy, unreadable_reason
 from kvshift.ops.torch_ops import is_exporting, needs_traceable_ops
@@ -187,7 +187,7 @@ def gain_and_epsilon(norm: Any) -> tuple[Tensor | None, float]:
     else:
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = norm.weight
-    return weight, torch.finfo(weight.dtype).eps if eps is None else eps
+    return weight, torch.finfo(compute_dtype(weight)).eps if eps is None else eps
 
 
 def _unsupported_reason(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
@@ -255,12 +255,20 @@ def _fits_launch(call: Call) -> bool:
     return _unsupported_reason("triton", call.window(), k, *others) is None
 
 
+_PLAIN_FORWARDS: set[Callable] = {nn.RMSNorm.forward}
+
+
+def register_norm(norm: type[nn.Module]) -> None:
+    """Let kernels compute norms of this class, whose `forward` computes the formula of `Norms` with a gain."""
+    _PLAIN_FORWARDS.add(norm.forward)
+
+
+def has_plain_forward(norm: nn.Module) -> bool:
+    """Return True if `forward` of the norm is that of a registered class: not a subclass's, nor one set later."""
+    return type(norm).forward in _PLAIN_FORWARDS and "forward" not in norm.__dict__
+
+
 def _is_plain(norm: nn.Module) -> bool:
     """Return True if calling the norm computes the formula of `Norms` with a gain, and nothing else."""
     hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
-    return (
-        (isinstance(norm, nn.RMSNorm) or hasattr(norm, "variance_epsilon"))  # Llama's norm has the latter
-        and isinstance(norm.weight, Tensor)
-        and not any(hooks)
-        and "forward" not in norm.__dict__
-    )
+    return has_plain_forward(norm) and isinstance(norm.weight, Tensor) and not any(hooks)

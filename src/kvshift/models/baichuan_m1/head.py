@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +50,10 @@ class NormHead(nn.Module):
     def _row_lengths(self) -> Tensor:
         if not self._keeps_lengths or torch.compiler.is_compiling():
             return row_lengths(self.raw)
-        if self._kept_lengths is None:
-            self._kept_lengths = row_lengths(self.raw)
-        return self._kept_lengths
+        lengths = self._kept_lengths
+        if lengths is None:
+            lengths = self._kept_lengths = row_lengths(self.raw)
+        return lengths
 
     @contextmanager
     def keeping_lengths(self) -> Iterator[None]:
@@ -61,6 +63,10 @@ class NormHead(nn.Module):
             yield
         finally:
             self._keeps_lengths, self._kept_lengths = False, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy holds; one that is made within `keeping_lengths` is outside of it."""
+        return {**self.__dict__, "_keeps_lengths": False, "_kept_lengths": None}
 
     def extra_repr(self) -> str:
         return f"{self.raw.shape[1]}, {self.raw.shape[0]}, rows of length 1"

@@ -81,6 +81,7 @@ class NextToken:
 
     Attributes:
         buffers: the cache that calls write to, (B, G, N, D) and (B, G, N, Dv); None at first.
+        k_address, v_address: where the buffers begin.
         length: the number of their rows in use, if calls count them.
         cached: for the caller: the part of the buffers in use.
 
@@ -105,6 +106,7 @@ class NextToken:
         kv_heads, v_size = v.shape[2:]
         q_gain, k_gain, self.eps = gains
         self.state, self.dtype = state, q.dtype
+        self.k_address = self.v_address = 0
         self._refuse(q, k, v)
         rows = (None, None) if state is None else (state.k, state.v)
         addresses = [
@@ -119,6 +121,7 @@ class NextToken:
             _Rows() if x is None else _Rows(_address(name, x, like.shape, self.dtype), *x.stride()[:3])
             for name, x, like in zip(("state.k", "state.v"), rows, (k, v), strict=True)
         )
+        self._state_addresses = k_rows.data, v_rows.data
         strides = [stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))]
         self._record = _Record(
             batch, heads, kv_heads, size, v_size, 1, *strides, k_rows, v_rows, _Rows(), _Rows(), 0, None,
@@ -137,6 +140,8 @@ class NextToken:
     ) -> bool:
         """Return True if these are still the state, the coefficients and the gains, in the same memory."""
         if state is not self.state or not _are_same(coefficients[0], coefficients[1], *self._coefficients):
+            return False
+        if state is not None and (state.k.data_ptr(), state.v.data_ptr()) != self._state_addresses:
             return False
         if self._gains is None:
             return gains[0] is gains[1] is None
@@ -175,6 +180,7 @@ class NextToken:
                 unreadable_reason(x, _CPU, self.dtype) is not None
                 or x.shape != expected
                 or x.stride(3) != 1
+                or any(step == 0 and length > 1 for step, length in zip(x.stride(), expected, strict=True))
                 or is_lazy(x)
             ):
                 return False
@@ -186,7 +192,17 @@ class NextToken:
         record.room = keys.shape[2]
         record.length = None if length is None else length.data_ptr()
         self.buffers, self.length = (keys, values), length
+        self.k_address, self.v_address, self._length_address = record.keys.data, record.values.data, record.length
         return True
+
+    def writes_to(self, keys: Tensor, values: Tensor, length: Tensor | None) -> bool:
+        """Return True if calls write to these tensors, which are still in the same memory."""
+        if self.buffers is None or not (
+            keys is self.buffers[0] and values is self.buffers[1] and length is self.length
+        ):
+            return False
+        is_there = keys.data_ptr() == self.k_address and values.data_ptr() == self.v_address
+        return is_there and (length is None or length.data_ptr() == self._length_address)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
         """Shift, normalise and rotate a token that the call `takes`; write the cache and overwrite the state.
@@ -225,12 +241,12 @@ class NextToken:
 def _are_same(
     x: Any, y: Any, known_x: Any, known_y: Any, dtype: torch.dtype, x_address: int | None, y_address: int | None
 ) -> bool:
-    """Return True if x and y are the known tensors (or None), still at these addresses and of this dtype."""
+    """Return True if x and y are the known tensors (or None), still dense, at these addresses and of this dtype."""
     if x is not known_x or y is not known_y:
         return False
-    if x is not None and (x.data_ptr() != x_address or x.dtype is not dtype):
+    if x is not None and (x.data_ptr() != x_address or x.dtype is not dtype or not x.is_contiguous()):
         return False
-    return y is None or (y.data_ptr() == y_address and y.dtype is dtype)
+    return y is None or (y.data_ptr() == y_address and y.dtype is dtype and y.is_contiguous())
 
 
 def _address(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
@@ -247,9 +263,11 @@ def _address(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.d
 def sums_like_torch(size: int) -> bool:
     """Return True if the kernel's norm has the bits of PyTorch's operations, which depend on the order of the sum."""
     heads, eps = 256, 1e-5
-    generator = torch.Generator().manual_seed(size)
-    x = torch.randn(1, 1, heads, size, generator=generator) * torch.logspace(-3, 3, heads)[:, None]
-    out, gain, cos, sin = torch.empty_like(x), torch.ones(size), torch.ones(size), torch.zeros(size)
+    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    x = torch.randn(1, 1, heads, size, generator=torch.Generator().manual_seed(size), **plain)
+    x *= torch.logspace(-3, 3, heads, **plain)[:, None]
+    out, (gain, cos, sin) = torch.empty_like(x), torch.ones(3, size, **plain)
+    sin.zero_()
     record = _Record(B=1, H=heads, D=size, threads=1, q_head=size, q_scale=gain.data_ptr(), room=1, eps=eps)
     tables = _Tables(cos.data_ptr(), sin.data_ptr(), 0)
     references = ctypes.byref(record), ctypes.byref(tables)

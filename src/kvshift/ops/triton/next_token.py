@@ -72,6 +72,7 @@ class NextToken:
 
     Attributes:
         buffers: the cache that launches write to, (B, G, N, D) and (B, G, N, Dv); None at first.
+        k_address, v_address: where the buffers begin.
         length: the number of its rows in use, if launches count them.
         cached: for the caller: the part of the buffers in use.
 
@@ -115,6 +116,8 @@ class NextToken:
             if reason is not None or (x is not None and not x.is_contiguous()):
                 raise ValueError(f"{name}: {reason or 'it takes a contiguous tensor'}")
         self._rows = rows
+        self._state_addresses = tuple(0 if x is None else x.data_ptr() for x in rows)
+        self.k_address = self.v_address = 0
         self._known = [(None, None, 0) if x is None else (x, x.dtype, x.data_ptr()) for x in self.tensors]
         self._inputs = _geometries(q, k, v)
         self._strides = q.stride(0), k.stride(0), v.stride(0)
@@ -134,8 +137,12 @@ class NextToken:
         """Return True if these are still the state, the coefficients and the gains, in the same memory."""
         if state is not self.state or gains[2] != self.eps:
             return False
+        if state is not None and (state.k.data_ptr(), state.v.data_ptr()) != self._state_addresses:
+            return False
         for x, (known, dtype, address) in zip((*coefficients, *gains[:2]), self._known, strict=True):
-            if x is not known or (x is not None and (x.dtype is not dtype or x.data_ptr() != address)):
+            if x is not known:
+                return False
+            if x is not None and (x.dtype is not dtype or x.data_ptr() != address or not x.is_contiguous()):
                 return False
         return True
 
@@ -169,7 +176,18 @@ class NextToken:
         self.buffers, self.length, self._room = (keys, values), length, rows
         self._fixed = keys, values, *self._rows, *self.tensors, length, None if length is None else self._ticket
         self._addresses = [0 if x is None else x.data_ptr() for x in self._fixed]
+        self.k_address, self.v_address = keys.data_ptr(), values.data_ptr()
+        self._length_address = None if length is None else length.data_ptr()
         return True
+
+    def writes_to(self, keys: Tensor, values: Tensor, length: Tensor | None) -> bool:
+        """Return True if launches write to these tensors, which are still in the same memory."""
+        if self.buffers is None or not (
+            keys is self.buffers[0] and values is self.buffers[1] and length is self.length
+        ):
+            return False
+        is_there = keys.data_ptr() == self.k_address and values.data_ptr() == self.v_address
+        return is_there and (length is None or length.data_ptr() == self._length_address)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
         """Shift, normalise and rotate a token that this `takes`; write the cache and overwrite the state.
