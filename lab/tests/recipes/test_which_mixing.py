@@ -41,6 +41,16 @@ def test_mixings_share_everything_but_the_model() -> None:
     assert jobs[0].config.steps * 4096 < 4_000_000 <= (jobs[0].config.steps + 1) * 4096  # type: ignore[attr-defined]
 
 
+def test_at_the_lower_rate_three_of_them_differ_in_nothing_else() -> None:
+    jobs = which_mixing.RECIPE.jobs("lower_rate", [0])
+    laptop = {job.arm: job for job in which_mixing.RECIPE.jobs("laptop", [0])}
+    assert [job.arm for job in jobs] == [which_mixing.SHIFTED, which_mixing.SMEAR, which_mixing.VANILLA]
+    assert all(job == laptop[job.arm].at_rate(8e-3) for job in jobs)  # type: ignore[attr-defined]
+    given = records([job.arm for job in jobs], {which_mixing.SHIFTED: 1})
+    assert len(directions(which_mixing.RECIPE, given)) == 2 * 3
+    assert len(which_mixing.table(given).splitlines()) == 2 + 2 + 3
+
+
 def test_verdicts_on_mixings() -> None:
     given = records(which_mixing.ARMS, {which_mixing.SHIFTED: 1, which_mixing.OTHERS[0]: 2})
     found = directions(which_mixing.RECIPE, given)
