@@ -13,6 +13,7 @@ WITHOUT_GRID = {
     ("fig04", "laptop"): "every rate is shown",
     ("fig04c", "laptop"): "every rate is shown",
     ("start_values", "laptop"): "one model from three start values, at the rate that keys_values chose for one of them",
+    ("which_mixing", "lower_rate"): "a second rate for baselines whose tuned rate is the end of laptop's grid",
     ("decide", "pilot"): "it measures what seeds change, and decides nothing",
 }
 FEWER_RATES = {("cfg", "long"): 2, ("both_copy", "laptop"): 2}

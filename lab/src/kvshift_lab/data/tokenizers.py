@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -212,4 +212,6 @@ def _interruptibly(work: Callable[[], Any]) -> None:
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()  # daemon: a process that exits does not wait for it
+    while not done.done():  # a signal that arrives just before the wait is handled after it
+        wait([done], timeout=0.5)
     done.result()
