@@ -129,7 +129,7 @@ def test_the_default_eps_of_half_types_is_that_of_float32(dtype, launches):
     own, reference, expected = (outcome_of(case, partial(fused, backend=b)) for b in ("triton", "reference", "eager"))
     assert launches[0] == 1
     for name, x in [*own.items(), *reference.items()]:
-        torch.testing.assert_close(x, expected[name], rtol=0.05, atol=0.05 * float(expected[name].abs().max()))
+        torch.testing.assert_close(x, expected[name], rtol=0.02, atol=0.02 * float(expected[name].abs().max()))
 
 
 def test_norms_in_float32_of_smaller_heads(launches):

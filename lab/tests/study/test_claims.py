@@ -62,8 +62,11 @@ def test_within_a_margin_is_what_an_interval_inside_it_shows(ours, theirs, found
 def test_a_level_is_reached_within_the_steps_that_there_were(steps: list, found: str):
     reach = StepsToLevel(level=0.99, steps=dict(enumerate(steps)), last_steps=dict.fromkeys(range(len(steps)), 400.0))
     assert reached(reach, 400) == found
-    if found == "holds":
-        assert reached(reach, 50) != "holds"
+
+
+def test_a_level_that_all_seeds_reach_too_late_fails():
+    reach = StepsToLevel(level=0.99, steps=dict.fromkeys(range(6), 100), last_steps=dict.fromkeys(range(6), 400.0))
+    assert (reached(reach, 100), reached(reach, 99)) == ("holds", "fails")
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,9 @@ class ShiftedAttention:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.llama_norm is not None:
-            register_norm(cls.llama_norm)
+        norm = cls.__dict__.get("llama_norm")  # not one that is inherited, which may have been patched meanwhile
+        if norm is not None:
+            register_norm(norm)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, T, E) to queries (B, T, H, D), keys and values (B, T, G, D)."""

@@ -267,7 +267,16 @@ def _overwrite(
     keys: Any = layer.keys
     values: Any = layer.values
     length = layer.cumulative_length
-    if not call.writes_to(keys, values, length) and not call.write_to(keys, values, length):
+    is_prepared = (
+        call.buffers is not None
+        and keys is call.buffers[0]
+        and values is call.buffers[1]
+        and length is call.length
+        and keys.data_ptr() == call.k_address
+        and values.data_ptr() == call.v_address
+        and length.data_ptr() == call.length_address
+    )
+    if not is_prepared and not call.write_to(keys, values, length):
         return None
     q = call(q, k, v, tables, layer.tokens_fed)
     layer.tokens_fed += 1

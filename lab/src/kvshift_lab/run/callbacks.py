@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -86,11 +86,15 @@ class GracefulStop(TrainerCallback):
 
     def end_if_received(self, out: Path) -> None:
         """End the program if a signal arrived too late to stop the run in `out`, which is finished."""
-        number = self._processes.all_reduce_max(self._received)
-        if number and not self._processes.is_main:
-            raise SystemExit(128 + number)
-        if number:
-            raise InterruptedRunError(f"interrupted; the run in {out} is finished", number)
+        self.number = self._processes.all_reduce_max(self._received)
+        if self.number:
+            self.end(f"interrupted; the run in {out} is finished")
+
+    def end(self, message: str) -> NoReturn:
+        """End the program, in the first process by an InterruptedRunError with this message."""
+        if not self._processes.is_main:
+            raise SystemExit(128 + self.number)
+        raise InterruptedRunError(message, self.number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._received = number

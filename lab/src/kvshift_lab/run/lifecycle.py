@@ -221,9 +221,7 @@ def add_callbacks(
     return recorder, graceful_stop
 
 
-def fit(
-    trainer: RunTrainer, recorder: Recorder, graceful_stop: GracefulStop, start: ResumePoint, processes: Processes
-) -> float:
+def fit(trainer: RunTrainer, recorder: Recorder, graceful_stop: GracefulStop, start: ResumePoint) -> float:
     """Train to the last step and return the training time in seconds, without pauses between stops and resumptions.
 
     Raises:
@@ -236,11 +234,8 @@ def fit(
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
     if graceful_stop.number and step < trainer.args.max_steps:
-        if not processes.is_main:
-            raise SystemExit(128 + graceful_stop.number)
-        raise InterruptedRunError(
-            f"stopped after step {step}; checkpoint-{step} is complete, and the same command resumes from it",
-            graceful_stop.number,
+        graceful_stop.end(
+            f"stopped after step {step}; checkpoint-{step} is complete, and the same command resumes from it"
         )
     seconds = recorder.seconds
     if not trainer.has_evaluated:  # the run was interrupted between its last checkpoint and its end

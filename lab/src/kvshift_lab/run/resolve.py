@@ -64,11 +64,7 @@ def resolve(config: TrainConfig, processes: Processes, *, tokenizer: Path, log: 
         tokens_per_step=accumulation * config.batch_size * config.data.sequence_length * processes.count,
     )
     data = _load(config, tokenizer, processes)
-    tokens, length = len(data.tokenizer), config.data.sequence_length
-    if source is None:
-        model_config = llama_config(config.model, vocab_size=tokens, sequence_length=length)
-    else:
-        model_config = fitting_config(source, config.model, vocab_size=tokens, sequence_length=length)
+    model_config = _model_config(config, source, vocab_size=len(data.tokenizer))
     model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
     model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
     options = to_json(config)
@@ -80,13 +76,9 @@ def expected_options(config: TrainConfig) -> dict[str, Any]:
     """Return the options as JSON, resolved as far as neither the data nor the devices are needed for it."""
     warmup = dataclasses.replace(config.optimizer, warmup_steps=config.warmup_steps)
     config = dataclasses.replace(config, model=resolve_variant(config.model), optimizer=warmup)
-    size: dict[str, Any] = {"vocab_size": config.model.vocab_size or 1, "sequence_length": config.data.sequence_length}
-    if config.init_from is None:
-        model = llama_config(config.model, **size)
-    else:
-        model = fitting_config(find_pretrained(config.init_from, no_log), config.model, **size)
+    source = None if config.init_from is None else find_pretrained(config.init_from, no_log)
     options = to_json(config)
-    options["model"] |= resolved_model(model)
+    options["model"] |= resolved_model(_model_config(config, source, vocab_size=config.model.vocab_size or 1))
     if options["model"]["vocab_size"] == 1:  # it is that of the tokenizer
         options["model"]["vocab_size"] = config.model.vocab_size
     return options
@@ -109,6 +101,12 @@ def resolve_defaults(config: _Config, **values: Any) -> _Config:
 def uses_cpu(config: RunConfig) -> bool:
     """Return True if the run uses the CPU."""
     return config.device == "cpu" or not torch.cuda.is_available()
+
+
+def _model_config(config: TrainConfig, source: Pretrained | None, *, vocab_size: int) -> Any:
+    """Return the configuration of the model, which starts from `source` if there is one."""
+    size: dict[str, Any] = {"vocab_size": vocab_size, "sequence_length": config.data.sequence_length}
+    return fitting_config(source, config.model, **size) if source else llama_config(config.model, **size)
 
 
 def _load(config: TrainConfig, tokenizer: Path, processes: Processes) -> TextData:

@@ -125,7 +125,7 @@ def _run(
     )
     for callback in callbacks:
         trainer.add_callback(callback)
-    seconds = fit(trainer, recorder, graceful_stop, start, processes)
+    seconds = fit(trainer, recorder, graceful_stop, start)
     model.config.use_cache = decodes_with_cache(model)
     save_model(trainer, folder, processes, beside=partial(save_tokenizer, data.tokenizer))
     if processes.is_main:

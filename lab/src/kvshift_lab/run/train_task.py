@@ -219,7 +219,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, inputs: dict[str, str], fold
         if early_stopping.reached:  # training had already ended at the step of the checkpoint
             trainer.args.max_steps = start.step
             trainer.train_dataset = Subset(batches, range(start.step * config.accumulation))
-    seconds = fit(trainer, recorder, graceful_stop, start, processes)
+    seconds = fit(trainer, recorder, graceful_stop, start)
 
     scores = trainer.scores
     if config.final_eval_rows is not None:

@@ -70,10 +70,11 @@ class ContinuedJob(TextJob):
             return False
         seed = int(folder.name.removeprefix("seed-"))
         self.start.with_seeds([seed])[0].is_finished(folder)
-        if seed < self.seed + (_ATTEMPTS - 1) * _NEXT_SEED and _matching(folder) < self.least_matching:
+        matching, is_last_attempt = _matching(folder), seed == self.seed + (_ATTEMPTS - 1) * _NEXT_SEED
+        if matching < self.least_matching and not is_last_attempt:
             raise LabError(
-                f"out: the run in {out} began from {folder}, whose prefix matching is {_matching(folder):.2f}; now it "
-                f"must be {self.least_matching:g} at least: choose another folder"
+                f"out: the run in {out} began from {folder}, whose prefix matching is {matching:.2f}; now it must be "
+                f"{self.least_matching:g} at least: choose another folder"
             )
         return self._continuing(folder).is_finished(out)
 

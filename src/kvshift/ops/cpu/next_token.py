@@ -81,7 +81,7 @@ class NextToken:
 
     Attributes:
         buffers: the cache that calls write to, (B, G, N, D) and (B, G, N, Dv); None at first.
-        k_address, v_address: where the buffers begin.
+        k_address, v_address, length_address: where the buffers and the length are.
         length: the number of their rows in use, if calls count them.
         cached: for the caller: the part of the buffers in use.
 
@@ -106,7 +106,7 @@ class NextToken:
         kv_heads, v_size = v.shape[2:]
         q_gain, k_gain, self.eps = gains
         self.state, self.dtype = state, q.dtype
-        self.k_address = self.v_address = 0
+        self.k_address = self.v_address = self.length_address = None
         self._refuse(q, k, v)
         rows = (None, None) if state is None else (state.k, state.v)
         addresses = [
@@ -192,17 +192,8 @@ class NextToken:
         record.room = keys.shape[2]
         record.length = None if length is None else length.data_ptr()
         self.buffers, self.length = (keys, values), length
-        self.k_address, self.v_address, self._length_address = record.keys.data, record.values.data, record.length
+        self.k_address, self.v_address, self.length_address = record.keys.data, record.values.data, record.length
         return True
-
-    def writes_to(self, keys: Tensor, values: Tensor, length: Tensor | None) -> bool:
-        """Return True if calls write to these tensors, which are still in the same memory."""
-        if self.buffers is None or not (
-            keys is self.buffers[0] and values is self.buffers[1] and length is self.length
-        ):
-            return False
-        is_there = keys.data_ptr() == self.k_address and values.data_ptr() == self.v_address
-        return is_there and (length is None or length.data_ptr() == self._length_address)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
         """Shift, normalise and rotate a token that the call `takes`; write the cache and overwrite the state.

@@ -72,7 +72,7 @@ class NextToken:
 
     Attributes:
         buffers: the cache that launches write to, (B, G, N, D) and (B, G, N, Dv); None at first.
-        k_address, v_address: where the buffers begin.
+        k_address, v_address, length_address: where the buffers and the length are.
         length: the number of its rows in use, if launches count them.
         cached: for the caller: the part of the buffers in use.
 
@@ -117,7 +117,7 @@ class NextToken:
                 raise ValueError(f"{name}: {reason or 'it takes a contiguous tensor'}")
         self._rows = rows
         self._state_addresses = tuple(0 if x is None else x.data_ptr() for x in rows)
-        self.k_address = self.v_address = 0
+        self.k_address = self.v_address = self.length_address = None
         self._known = [(None, None, 0) if x is None else (x, x.dtype, x.data_ptr()) for x in self.tensors]
         self._inputs = _geometries(q, k, v)
         self._strides = q.stride(0), k.stride(0), v.stride(0)
@@ -177,17 +177,8 @@ class NextToken:
         self._fixed = keys, values, *self._rows, *self.tensors, length, None if length is None else self._ticket
         self._addresses = [0 if x is None else x.data_ptr() for x in self._fixed]
         self.k_address, self.v_address = keys.data_ptr(), values.data_ptr()
-        self._length_address = None if length is None else length.data_ptr()
+        self.length_address = None if length is None else length.data_ptr()
         return True
-
-    def writes_to(self, keys: Tensor, values: Tensor, length: Tensor | None) -> bool:
-        """Return True if launches write to these tensors, which are still in the same memory."""
-        if self.buffers is None or not (
-            keys is self.buffers[0] and values is self.buffers[1] and length is self.length
-        ):
-            return False
-        is_there = keys.data_ptr() == self.k_address and values.data_ptr() == self.v_address
-        return is_there and (length is None or length.data_ptr() == self._length_address)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tables: TokenTables, at: int = 0) -> Tensor:
         """Shift, normalise and rotate a token that this `takes`; write the cache and overwrite the state.

@@ -32,10 +32,11 @@ from kvshift_lab.study.recipe import Recipe, Record, last_loss, last_mean, witho
 from kvshift_lab.variants.by_name import with_variant
 
 LAYERS = 2
-SHIFTED, VANILLA = (Arm(variant=variant, layers=LAYERS) for variant in ("kv-shift", "vanilla"))
-OTHERS = [Arm(variant=variant, layers=LAYERS) for variant in ("canon", "inkling", "fox-shift", "smear", "differential")]
-SMEAR = OTHERS[3]
-ARMS = [SHIFTED, *OTHERS, VANILLA]
+ARMS = SHIFTED, CANON, INKLING, FOX, SMEAR, DIFFERENTIAL, VANILLA = [
+    Arm(variant=variant, layers=LAYERS)
+    for variant in ("kv-shift", "canon", "inkling", "fox-shift", "smear", "differential", "vanilla")
+]
+OTHERS = [CANON, INKLING, FOX, SMEAR, DIFFERENTIAL]
 _TOKENS = 4_000_000
 _LOWER_RATE = 8e-3  # of the preset of this name
 
