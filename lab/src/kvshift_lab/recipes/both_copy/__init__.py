@@ -10,7 +10,7 @@ ENTRY = Entry(
         "laptop": Preset(seeds=6, cost="two hours on two cores", grid=Grid(rates=(2e-3, 4e-3))),
         "full": Preset(
             seeds=6,
-            cost="thirty hours on two cores, ten minutes on a GPU; neither measured",
+            cost="sixteen hours on two cores, ten minutes on a GPU; neither measured",
             grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3)),
         ),
     },

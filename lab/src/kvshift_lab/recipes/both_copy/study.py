@@ -38,7 +38,7 @@ _START_RATE = 4e-3
 _START_LENGTH = 128
 _START_MATCHING = 0.5
 
-PLAIN, SHIFT, SCALE, KEYS, VALUES = "vanilla", "kv-shift", "scale alone", "k-shift", "v-shift"
+PLAIN, SHIFT, SCALE = "vanilla", "kv-shift", "scale alone"
 
 _EARLY_TOKENS = 2_000_000
 _KEPT = 0.2  # difference in prefix matching from which one model keeps copying and the other does not
@@ -59,7 +59,7 @@ _STEP = decide.LAPTOP.batch_size * decide.LAPTOP.data.sequence_length  # tokens
 _SIZES = {
     "smoke": _Size((1,), (PLAIN, SHIFT, SCALE), 2, 2, 4),
     "laptop": _Size((2,), (PLAIN, SHIFT), 1500, 500, 6_000_000 // _STEP),
-    "full": _Size((4, 2), (PLAIN, SHIFT, SCALE, KEYS, VALUES), 1500, 500, 12_000_000 // _STEP),
+    "full": _Size((2, 4), (PLAIN, SHIFT, SCALE), 1500, 500, 12_000_000 // _STEP),
 }
 
 
@@ -69,7 +69,7 @@ def arm_of(model: str, layers: int, start: str) -> Arm:
 
 
 def arms(preset: str) -> list[ContinuedJob]:
-    """Return a job for each depth, model and kind of start, the deepest first.
+    """Return a job for each depth, model and kind of start.
 
     Starts alternate, so that two processes do not wait for the same start model.
     """
