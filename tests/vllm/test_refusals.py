@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm_cpu
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvshift.models.retrofit import add_kv_shift
 
-from .test_quantized import CONFIGS
+from .test_quantized import CONFIGS, quantize
 
 Checkpoint = Callable[[str], Path]
 
@@ -144,6 +145,20 @@ def test_coefficients_of_a_checkpoint(
     save_file(weights if value is None else weights | {name: value}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=reason):
         LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_coefficients_missing_from_a_quantized_checkpoint(
+    name: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself misses weights only if the model is not quantized."""
+    monkeypatch.setattr(scaled_mm_cpu, "check_cpu_sgl_kernel", lambda n, k, dtype: False)  # see test_quantized.py
+    quantize(checkpoint("llama-retrofit"), tmp_path / "quantized", "int")
+    weights = load_file(tmp_path / "quantized/model.safetensors")
+    del weights[f"model.layers.1.self_attn.shift.{name}"]
+    save_file(weights, tmp_path / "quantized/model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"must have the coefficients of model\.layers\.1\.self_attn\.shift, but some"):
+        LLM(str(tmp_path / "quantized"), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
 
 
 _DRAFTS = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}

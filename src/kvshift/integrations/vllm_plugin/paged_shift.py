@@ -175,7 +175,7 @@ class PagedShift(KVShift):
         self.first_head = get_tensor_model_parallel_rank() // copies * local_heads
         self.num_kv_heads, self.head_size, self.attention, self.prefix = num_kv_heads, head_size, attention, prefix
         for parameter in self.parameters(recurse=False):
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(False).fill_(torch.nan)  # of a quantized checkpoint, vLLM may load less than all
             set_weight_attrs(parameter, {"weight_loader": self.load_heads})
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
@@ -212,6 +212,8 @@ class PagedShift(KVShift):
     @cached_property
     def path(self) -> ShiftPath:
         """The implementation that computes the shift."""
+        if not self.weights.isfinite().all():
+            raise ValueError(f"the checkpoint must have the coefficients of {self.prefix}, but some were not loaded")
         kv = torch.empty(0, 1, 1, self.head_size, dtype=self.dtype, device=self.weights.device)
         path = shift_path(Call(None, kv, None, self.weights))
         if path == "reference":
