@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
@@ -197,6 +198,21 @@ def test_restarts(folder: Path, model: Any) -> None:
     with engine(folder) as running:
         outputs = running.generate(prompts[:1]) + running.generate(prompts)
     assert [output.num_cached_tokens for output in outputs[:2]] == [0, 64]
+    assert different(model, outputs) == []
+
+
+def test_weights_that_replace_others(folder: Path, model: Any) -> None:
+    """A trainer may start an engine with drawn weights, and give it new ones later."""
+    prompts, others = drawn(*range(1, 120, 9), seed=22), load_file(folder / "model.safetensors")
+    with engine(folder, load_format="dummy") as running:
+        running.generate(prompts)
+        running.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(others.items())})
+        running.llm.reset_prefix_cache()
+        outputs = running.generate(prompts)
+        name = "model.layers.1.self_attn.shift.beta"
+        processed = {"weights_iterator": iter([(name, others[name])]), "is_checkpoint_format": False}
+        with pytest.raises(ValueError, match=r"is_checkpoint_format must be True to reload beta of model\.layers\.1"):
+            running.llm.collective_rpc("reload_weights", kwargs=processed)
     assert different(model, outputs) == []
 
 

@@ -184,9 +184,13 @@ class PagedShift(KVShift):
             raise ValueError(f"prefix must be unique, but two layers have {prefix!r}")
         layers[prefix] = self
 
-    def load_heads(self, parameter: nn.Parameter, loaded: Tensor) -> None:
-        """Load this rank's heads from the coefficients of all heads."""
-        expected = (self.num_kv_heads, parameter.shape[1])
+    def load_heads(self, param: nn.Parameter, loaded: Tensor) -> None:
+        """Load this rank's heads from the coefficients of all heads.
+
+        When vLLM reloads weights, it first counts their elements, with parameters on the meta device. It finds the
+        parameter among the arguments by the name `param`.
+        """
+        expected = (self.num_kv_heads, param.shape[1])
         if loaded.shape != expected:
             raise ValueError(
                 f"coefficients of {self.prefix} must have the shape {expected}, one row for each KV head, got "
@@ -194,12 +198,18 @@ class PagedShift(KVShift):
             )
         if not loaded.isfinite().all():
             raise ValueError(f"coefficients of {self.prefix} must be finite; those of a run that diverged are not")
-        parameter.data.copy_(loaded.narrow(0, self.first_head, parameter.shape[0]))
+        param.data.copy_(loaded.narrow(0, self.first_head, param.shape[0]))
+        if param.is_meta:
+            return
         self.__dict__.pop("pool", None)
         before = self.__dict__.pop("weights", None)
         if before is not None:  # captured graphs read the weights at this address
             with torch.inference_mode():
                 self.__dict__["weights"] = before.copy_(self.weights)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Refuse a way of vLLM's `reload_weights` that would change a parameter, but not the coefficients in use."""
+        raise ValueError(f"is_checkpoint_format must be True to reload {target} of {self.prefix}")
 
     @cached_property
     def weights(self) -> Tensor:
