@@ -196,6 +196,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path):
         load(tmp_path)
 
 
+LINEAR = {"rope_type": "linear", "factor": 1.0}
 CONFIGS = [
     ("sliding_window_layers", None, "must be a list .* got None"),
     ("sliding_window_layers", [1, 3], r"different integers from 0 to 2, got \[1, 3\]"),
@@ -214,7 +215,11 @@ CONFIGS = [
     ("num_swa_key_value_heads", 4, "of the 6 query heads of layer 1, and these a multiple of its 4"),
     ("num_attention_heads", 16, "an even multiple of the 16 query heads of layer 0"),
     ("head_dim", 16, "must be left out or .* = 12; got 16"),
+    ("attention_bias", True, "must be False.*got True"),
+    ("layer_types", ["full_attention"] * 3, r"must be left out or match .*; got \['full_attention', 'full_attention'"),
     ("rope_theta", None, "must be given, here or in rope_parameters; got neither"),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": 10.0}, r"\(10.0\); got 1000.0"),
+    ("rope_parameters", LINEAR | {"partial_rotary_factor": 0.5}, "must rotate whole heads, .*; 6 of 12 dimensions"),
 ]
 
 

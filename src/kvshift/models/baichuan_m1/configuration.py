@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from kvshift.models.configuration import check_unknown_fields
+from kvshift.models.configuration import ShiftConfig, check_unknown_fields
 
 
 @strict
@@ -46,9 +46,14 @@ class BaichuanM1Config(LlamaConfig):
         check_unknown_fields(self, kwargs)
         if not self.rope_parameters and kwargs.get("rope_theta") is None:
             raise ValueError("rope_theta must be given, here or in rope_parameters; got neither")
+        if self.attention_bias:
+            raise ValueError(f"attention_bias must be False, as in the released layout; got {self.attention_bias!r}")
         self._check_windows()
         super().__post_init__(**kwargs)
         self._check_heads()
+        base, given = self.rope_parameters["rope_theta"], kwargs.get("rope_theta")  # type: ignore[index]
+        if given not in (None, base):
+            raise ValueError(f"rope_theta must be left out or equal that of rope_parameters ({base!r}); got {given!r}")
 
     def _check_windows(self) -> None:
         layers, window = self.sliding_window_layers, self.sliding_window
@@ -87,7 +92,7 @@ class BaichuanM1Config(LlamaConfig):
                 f"{self.hidden_size // self.num_attention_heads}; got {self.head_dim!r}"
             )
 
-    @property
+    @ShiftConfig.layer_types.getter  # with its setter
     def layer_types(self) -> list[str]:
         """Type of each layer, for transformers' caches and masks."""
         sliding = set(self.sliding_window_layers or ())

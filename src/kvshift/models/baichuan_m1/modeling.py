@@ -27,7 +27,7 @@ from kvshift.models.baichuan_m1.head import NormHead, require_norm_head
 from kvshift.models.baichuan_m1.layout import load_released_names, released_name
 from kvshift.models.decoder import ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
-from kvshift.models.llama.modeling import KVShiftLlamaDecoderLayer, KVShiftLlamaModel
+from kvshift.models.llama.modeling import KVShiftLlamaDecoderLayer, KVShiftLlamaModel, refuse_partial_rotary
 
 
 class BaichuanM1Attention(ShiftedAttention, nn.Module):
@@ -146,6 +146,7 @@ class BaichuanM1Model(BaichuanM1PreTrainedModel, KVShiftLlamaModel):
         for layer, kind in enumerate(config.layer_types):
             of_layer = copy.copy(config)
             of_layer.head_dim = config.hidden_size // config.heads(layer)[0]
+            refuse_partial_rotary(of_layer)
             by_type[kind] = LlamaRotaryEmbedding(of_layer)
         return nn.ModuleDict(by_type)
 
