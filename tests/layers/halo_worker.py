@@ -235,7 +235,7 @@ def ranks_that_differ_are_refused_together() -> None:
     three_heads = {"alpha": mix[:1].expand(3, 6), "beta": mix[:1].expand(3, 6)}
     swapped = {"k": k.mT.contiguous(), "v": k.mT.contiguous()} | three_heads  # as many numbers for each token
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"k": k[:, :3], "v": k[:, :3]}, "(2, 3, 2, 3), (2, 3, 2, 3)] torch.float32, window 6, contiguous"),
+        ({"k": k[:, :3], "v": k[:, :3]}, "k (2, 3, 2, 3), v (2, 3, 2, 3) torch.float32, window 6, contiguous"),
         ({"k": k.repeat(1, 2, 1, 1), "v": k.repeat(1, 2, 1, 1)}, "(2, 8, 2, 3)"),
         ({"k": k[:, :0], "v": k[:, :0]}, "at least 1; got 0"),
         ({"k": k[:1], "v": k[:1]}, "(1, 4, 2, 3)"),
@@ -244,12 +244,14 @@ def ranks_that_differ_are_refused_together() -> None:
         ({"v": k.double()}, "equal batch, length, dtype and device"),
         ({"alpha": mix[:, :2], "beta": mix[:, :2]}, "window 2"),
         ({"alpha": mix[:, :2]}, "must have the same window, got [2, 6]"),
-        ({"alpha": None}, "[(2, 4, 2, 3)] torch.float32"),
+        ({"alpha": None}, "v (2, 4, 2, 3) torch.float32"),
         ({"alpha": None, "beta": None}, "nothing shifted, contiguous"),
-        ({"q": k, "gamma": mix}, "[(2, 4, 2, 3), (2, 4, 2, 3), (2, 4, 2, 3)]"),
+        ({"q": k, "gamma": mix}, "q (2, 4, 2, 3), k (2, 4, 2, 3), v (2, 4, 2, 3)"),
         ({"layout": "headtail"}, "headtail"),
         ({"layout": "ptrr"}, "got 'ptrr'"),
         ({"k": None}, "k must be a tensor"),
+        ({"backend": "cuda"}, "backend must be one of 'auto', "),
+        ({"q": k[:, :3]}, "q must have the batch and length of k, (2, 4), got (2, 3)"),
         ({"positions": torch.zeros(2, 3, dtype=torch.long)}, "positions must be (2, 4) or (1, 4), got (2, 3)"),
     ]
     for changed, message in cases:
@@ -259,6 +261,8 @@ def ranks_that_differ_are_refused_together() -> None:
         everyone: list[Any] = [None] * (last + 1)
         dist.all_gather_object(everyone, str(refused.value))
         assert len(set(everyone)) == 1, everyone
+    with pytest.raises(ValueError, match="on every rank of the group; rank 0: "):  # of equal shapes
+        shift_shard(**good | {"alpha" if rank == last else "beta": None})
     with pytest.raises(TypeError, match="k must be a tensor"):  # a problem of all ranks is that of one process
         shift_shard(**good | {"k": None})
     unequal = good | ({"k": k[:, :3], "v": k[:, :3]} if rank == last else {})
@@ -278,13 +282,13 @@ def a_second_derivative_is_refused() -> None:
 
 
 def every_sabotage_is_caught() -> None:
-    held_chunks = halo._chunks_of_rank
+    held_chunks, exchange = halo._chunks_of_rank, halo._exchange
 
     def dropped(*args: Any, **kwargs: Any) -> list[Tensor]:
-        return [torch.zeros_like(x) for x in exchange_halo(*args, **kwargs)]
+        return [torch.zeros_like(x) for x in exchange(*args, **kwargs)]
 
     def not_differentiated(*args: Any, **kwargs: Any) -> list[Tensor]:
-        return [x.detach() for x in exchange_halo(*args, **kwargs)]
+        return [x.detach() for x in exchange(*args, **kwargs)]
 
     def mirrored(rank: int, size: int, layout: Any) -> tuple[int, ...]:
         return held_chunks(size - 1 - rank, size, layout)
@@ -293,10 +297,10 @@ def every_sabotage_is_caught() -> None:
         other = {"contiguous": "headtail", "headtail": "contiguous"}[layout]
         sabotage: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
             "nothing": (nullcontext(), {}),
-            "dropped": (patch.object(halo, "exchange_halo", dropped), {}),
+            "dropped": (patch.object(halo, "_exchange", dropped), {}),
             "wrong neighbour": (patch.object(halo, "_chunks_of_rank", mirrored), {}),
             "wrong layout": (nullcontext(), {"layout": other}),
-            "not differentiated": (patch.object(halo, "exchange_halo", not_differentiated), {}),
+            "not differentiated": (patch.object(halo, "_exchange", not_differentiated), {}),
             "documents ignored": (nullcontext(), {"positions": None}),
         }
         for window in (2, 3):

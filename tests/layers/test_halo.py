@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvshift import kv_shift
+from kvshift.layers import halo
 from kvshift.layers.halo import _routes, exchange_halo, shift_shard
 
 from ..worker_processes import fork_workers
@@ -68,11 +69,12 @@ def test_a_halo_may_have_any_features(alone):
 def test_what_is_not_shifted_is_not_fetched(alone, monkeypatch):
     fetched = []
 
-    def record(tensors, rows, **where):
-        fetched.append([x.shape[-1] for x in tensors])
-        return exchange_halo(tensors, rows, **where)
+    def record(named, *where):
+        fetched.append([x.shape[-1] for x in named.values()])
+        return exchange(named, *where)
 
-    monkeypatch.setattr("kvshift.layers.halo.exchange_halo", record)
+    exchange = halo._exchange
+    monkeypatch.setattr(halo, "_exchange", record)
     q, k, v = torch.randn(1, 4, 2 * G, 3), torch.randn(1, 4, G, 3), torch.randn(1, 4, G, 5)
     mix = torch.randn(G, 2)
     q_hat, k_hat, v_hat = shift_shard(k, v, None, mix, q=q)
@@ -94,8 +96,14 @@ K, MIX = torch.zeros(2, 4, G, 3), torch.zeros(G, 2)
         ({"layout": None}, ValueError, 'layout must be "contiguous" or "headtail", got None'),
         ({"k": K[:, :3], "v": K[:, :3], "layout": "headtail"}, ValueError, "multiple of 2 tokens, .* 2; got 3"),
         ({"k": K[:, :0], "v": K[:, :0]}, ValueError, "multiple of 1 tokens, and at least 1; got 0"),
-        ({"v": K[:1]}, ValueError, r"equal batch, length, dtype and device; tensors\[0\] is \(2, 4, 2, 3\)"),
-        ({"v": K.double()}, ValueError, "equal batch, length, dtype and device"),
+        ({"v": K[:1]}, ValueError, r"v must have the batch and length of k, \(2, 4\), got \(1, 4\)"),
+        ({"q": K[:, :3]}, ValueError, r"q must have the batch and length of k, \(2, 4\), got \(2, 3\)"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of 'auto', .*; got 'cuda'"),
+        (
+            {"v": K.double()},
+            ValueError,
+            r"k, v must be .* equal batch, length, dtype and device; k is \(2, 4, 2, 3\) torch.float32",
+        ),
         ({"k": K[0]}, ValueError, "k must have 4 dimensions"),
         ({"k": [1.0]}, TypeError, r"k must be a tensor \(batch, positions, heads, head size\), got list"),
         ({"alpha": MIX[:1]}, ValueError, r"alpha must be \(heads, window\) with 2 heads"),
@@ -119,7 +127,7 @@ def test_errors_name_the_argument(alone, changed: dict, error: type, message: st
         ([K], 0, ValueError, "rows must be at least 1"),
         ([], 1, ValueError, "tensors must hold at least one tensor, got none"),
         ([K, None], 1, TypeError, r"tensors\[1\] must be a tensor"),
-        ([K[:, 0, 0, 0]], 1, ValueError, "tensors must be"),
+        ([K[:, 0, 0, 0]], 1, ValueError, r"tensors\[0\] must be"),
     ],
 )
 def test_errors_of_the_exchange(alone, tensors: list, rows: int, error: type, message: str):

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from kvshift import KVShift, KVShiftAttention, ShiftOptions, clamp_after_step, param_groups
 from tests.layers.attention_cases import with_shift_options
@@ -110,6 +112,31 @@ def test_a_bfloat16_model_learns_its_coefficients_and_twice_the_same(constraint)
         if ".shift." in name:
             assert parameter.dtype == torch.float32
             assert (parameter != start[name]).all(), name
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`", "ignore:.*NO_SHARD.* is deprecated")
+@pytest.mark.parametrize("kept", [True, False], ids=["use_orig_params", "flattened"])
+def test_parameters_flattened_by_fsdp_are_refused(alone, kept: bool):
+    model = FullyShardedDataParallel(
+        Tied(shift_constraint="clamp"), device_id=torch.device("cpu"), use_orig_params=kept
+    )
+    if kept:
+        groups = param_groups(model, lr=1.0)
+        assert len(names(model, groups)["shift"]) == 4
+        return
+    with pytest.raises(ValueError, match=r"layers\.0\.shift has none: .* use_orig_params=True"):
+        param_groups(model, lr=1.0)
+    with pytest.raises(ValueError, match=r"layers\.0\.shift has none: .* use_orig_params=True"):
+        clamp_after_step(torch.optim.SGD(model.parameters()), model)
+
+
+def test_an_optimizer_of_accelerate_clamps_too():
+    model, optimizer = KVShift(2, ShiftOptions(constraint="clamp")), Accelerator(cpu=True).prepare
+    optimizer = optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    clamp_after_step(optimizer, model)
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    assert all((parameter == 0).all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "shift_lr_multiplier"])

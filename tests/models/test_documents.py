@@ -41,6 +41,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "numbers of documents": (torch.tensor([[1, 1, 2, 2, 3, 0]]), "1 on tokens and 0 on padding, got other numbers"),
     "one number": (torch.full((1, 6), 2), "1 on tokens and 0 on padding, got other numbers"),
     "added to scores": (torch.tensor([[-1e9, 0, 0, 0, 0, 0]]), "1 on tokens and 0 on padding, got other numbers"),
+    "too few columns": (torch.ones(1, 4), r"must be \(1, 6\), 0 tokens in the cache and 6 new ones, got \(1, 4\)"),
+    "too many rows": (torch.ones(2, 6), r"must be \(1, 6\), 0 tokens .*, got \(2, 6\)"),
     "a list": ([[1] * 6], "must be a tensor .*; got list"),
     "by type of layer": ({"full_attention": CAUSAL}, "must be a tensor .*; got dict"),
     "blocks": (
@@ -113,6 +115,22 @@ def test_documents_that_are_named_beside_a_mask_of_pairs_must_be_its_own():
             model(ids, attention_mask=CAUSAL, **{name: value})
     with pytest.raises(ValueError, match="must separate exactly the documents of seq_idx or cu_seq_lens_q"):
         model(ids, attention_mask=apart, seq_idx=torch.zeros_like(ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_may_count_the_padding_between_tokens(kind: str):
+    model, ids = KINDS[kind](), random_tokens(2, 7)
+    given: dict[str, Any] = {"attention_mask": torch.tensor([[0, 1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 1, 1, 0]])}
+    expected = logits_of(model, ids, **given)
+    assert torch.equal(logits_of(model, ids, position_ids=torch.arange(7)[None], **given), expected)
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused():
+    model, ids = tiny_model(), random_tokens(2, 6)
+    store = DynamicCache(config=model.config)
+    logits_of(model, ids[:, :4], **{CACHE: store})
+    with pytest.raises(ValueError, match=r"attention_mask must be \(2, 6\), 4 tokens in the cache and 2 new ones"):
+        model(ids[:, 4:], attention_mask=torch.ones(2, 2), **{CACHE: store})
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])

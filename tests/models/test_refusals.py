@@ -126,18 +126,18 @@ def test_caches_that_cannot_carry_what_is_shifted(model, make, message: str):
 
 
 CONTINUOUS = "continuous batching .* does not carry the raw keys"
-QUANTIZED = "'quantized': a QuantizedCache has no place for the raw keys and values of"
 GENERATION = {
-    "offloaded": (lambda model, ids: new_tokens_of(model, ids, cache_implementation="offloaded"), "offloaded to the"),
-    "offloaded, static": (
-        lambda model, ids: new_tokens_of(model, ids, cache_implementation="offloaded_static"),
-        "offloaded to the CPU",
-    ),
+    **{
+        kind: (
+            lambda model, ids, kind=kind: new_tokens_of(model, ids, cache_implementation=kind),
+            f"cache_implementation cannot be '{kind}': such a cache has no place for the raw keys and values",
+        )
+        for kind in ("offloaded", "offloaded_static", "quantized")
+    },
     "offloaded, given": (
         lambda model, ids: new_tokens_of(model, ids, **{CACHE: DynamicCache(config=model.config, offloading=True)}),
         "offloaded to the CPU",
     ),
-    "quantized": (lambda model, ids: new_tokens_of(model, ids, cache_implementation="quantized"), QUANTIZED),
     "paged": (lambda model, ids: model.generate(ids, cache_implementation="paged"), CONTINUOUS),
     "generate_batch": (lambda model, ids: model.generate_batch(ids.tolist()), CONTINUOUS),
     "init_continuous_batching": (lambda model, ids: model.init_continuous_batching(), CONTINUOUS),

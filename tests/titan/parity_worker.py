@@ -204,8 +204,8 @@ Sabotage = Callable[[list[TitanShift]], list[Any]]
 
 
 def _replaced(change: Callable[[Tensor], Tensor]) -> list[Any]:
-    exchange = halo.exchange_halo
-    return [patch.object(halo, "exchange_halo", lambda *args, **kwargs: [change(x) for x in exchange(*args, **kwargs)])]
+    exchange = halo._exchange
+    return [patch.object(halo, "_exchange", lambda *args, **kwargs: [change(x) for x in exchange(*args, **kwargs)])]
 
 
 def dropped(shifts: list[TitanShift]) -> list[Any]:

@@ -83,6 +83,18 @@ def test_export(family: str, different: str, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", "out"}
 
 
+def test_the_files_of_the_original_model_take_the_coefficients_too(tmp_path):
+    """torchtitan's `last_save_in_hf` writes tensors to the files that the index in `hf_assets_path` names."""
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "assets", max_shard_size=40_000)
+    config = changed_config("llama3", unchanged)
+    adapter = config.model_spec.state_dict_adapter(config.model_spec.model, str(tmp_path / "assets"))
+    before = dict(adapter.fqn_to_index_mapping)
+    assert len(set(before.values())) > 1
+    hf_state = adapter.to_hf(drawn_state(config))
+    assert adapter.fqn_to_index_mapping.keys() == hf_state.keys()
+    assert all(adapter.fqn_to_index_mapping[name] == before.get(name, max(before.values())) for name in hf_state)
+
+
 @pytest.mark.parametrize(("family", "different"), REFUSED)
 def test_export_refuses(family: str, different: str, tmp_path):
     change, message = REFUSED[family, different]

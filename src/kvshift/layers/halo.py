@@ -11,7 +11,7 @@ Shapes: B batch, L tokens of a shard, N chunks of a shard, C = L / N, H query he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvshift.layers.shift import COEFFICIENT_NAMES
 from kvshift.ops.attention_inputs import shift_norm_rope
+from kvshift.ops.dispatch import choose_backend
 from kvshift.ops.shift import check_coefficients, check_input, check_tensor
 from kvshift.ops.state import ShiftState
 
@@ -72,14 +73,23 @@ def shift_shard(
     Source:
         Equation 5 of the paper, for sharded sequences.
     """
-    given, mixes = {"q": q, "k": k, "v": v}, {"q": gamma, "k": alpha, "v": beta}
-    shifted: Any = {name: given[name] for name, mix in mixes.items() if mix is not None}
+    given: dict[str, Any] = {"q": q, "k": k, "v": v}
+    mixes = {"q": gamma, "k": alpha, "v": beta}
+    shifted = {name: given[name] for name, mix in mixes.items() if mix is not None}
     if not shifted:  # unless another rank shifts something, and waits for this one
-        _check_together([k, v], None, layout, group)
+        _check_together({"k": k, "v": v}, None, layout, group)
         return q, k, v
     try:
-        for name, x in shifted.items():
+        choose_backend(backend)
+        for name, x in given.items():
+            if x is None and name not in shifted:
+                continue
             check_input(name, x)
+            if x.shape[:2] != k.shape[:2]:
+                raise ValueError(
+                    f"{name} must have the batch and length of k, {tuple(k.shape[:2])}, got {tuple(x.shape[:2])}"
+                )
+        for name, x in shifted.items():
             check_coefficients(COEFFICIENT_NAMES[name], cast(Tensor, mixes[name]), x)
         windows = sorted({mix.shape[1] for mix in mixes.values() if mix is not None})
         if len(windows) > 1:
@@ -87,10 +97,10 @@ def shift_shard(
         if positions is not None:
             _check_positions(positions, k)
     except (TypeError, ValueError) as problem:
-        _check_together([k, v], None, layout, group, problem)
+        _check_together({"k": k, "v": v}, None, layout, group, problem)
         raise
     rows = windows[0] - 1
-    halos = exchange_halo([*shifted.values()], rows, group=group, layout=layout)
+    halos = _exchange(shifted, rows, group, layout)
     chunks, documents, same_document = _chunks_of_shard(layout), None, None
     if positions is not None:
         positions = _by_chunk(positions.expand(k.shape[0], -1), chunks)
@@ -145,9 +155,14 @@ def exchange_halo(
             some ranks only, or if their arguments differ, every rank raises a ValueError that lists them.
         RuntimeError: the same, on a GPU and in compiled code: an assertion on the device fails.
     """
+    return _exchange({f"tensors[{i}]": x for i, x in enumerate(tensors)}, rows, group, layout)
+
+
+def _exchange(named: Mapping[str, Tensor], rows: int, group: dist.ProcessGroup | None, layout: Layout) -> list[Tensor]:
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-    _check_together(tensors, rows, layout, group)
+    _check_together(named, rows, layout, group)
+    tensors = [*named.values()]
     chunks, rank, size = _chunks_of_shard(layout), dist.get_rank(group), dist.get_world_size(group)
     leaving, arriving = _routes(rank, size, layout, tensors[0].shape[1] // chunks, rows)
     sent = [token for tokens in leaving for token in tokens]
@@ -172,7 +187,7 @@ def exchange_halo(
 
 
 def _check_together(
-    tensors: Sequence[Any],
+    named: Mapping[str, Any],
     rows: int | None,
     layout: str,
     group: dist.ProcessGroup | None,
@@ -180,15 +195,18 @@ def _check_together(
 ) -> None:
     """Raise an error on every rank if one has a problem, here or before, or if their arguments differ.
 
-    Without `rows`, nothing is to be exchanged.
+    Args:
+        named: the tensors by the names of the arguments, which must be the same on every rank.
+        rows, layout, group: as in `exchange_halo`; without `rows`, nothing is to be exchanged.
+        problem: what this rank has found before.
     """
-    code = -1
+    code, tensors = -1, [*named.values()]
     try:
         if problem is None:
-            _check_tensors(tensors, 1 if rows is None else rows, _chunks_of_shard(layout))
+            _check_tensors(named, 1 if rows is None else rows, _chunks_of_shard(layout))
             sizes = [size for x in tensors for size in (x.ndim, *x.shape)]
             code = 0
-            for number in (rows or 0, *f"{layout} {tensors[0].dtype}".encode(), *sizes):
+            for number in (rows or 0, *f"{layout} {tensors[0].dtype} {[*named]}".encode(), *sizes):
                 code = (code * 0x5DEECE66D + number) % (2**61 - 1)  # equal for other sizes: about once in 10^18
     except (TypeError, ValueError) as found:
         problem = found
@@ -200,7 +218,8 @@ def _check_together(
             torch._assert_async(largest.sum() == 0, _DIFFER)  # type: ignore[attr-defined]
     elif largest.sum() != 0:
         what = "nothing shifted" if rows is None else f"window {rows + 1}"
-        mine = str(problem or f"{[tuple(x.shape) for x in tensors]} {tensors[0].dtype}, {what}, {layout}")
+        sizes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
+        mine = str(problem or f"{sizes} {tensors[0].dtype}, {what}, {layout}")
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, mine, group=group)
         listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone))
@@ -255,17 +274,17 @@ def _chunks_of_shard(layout: str) -> int:
     return 1 if layout == "contiguous" else 2
 
 
-def _check_tensors(tensors: Sequence[Tensor], rows: int, chunks: int) -> None:
-    if not tensors:
+def _check_tensors(named: Mapping[str, Tensor], rows: int, chunks: int) -> None:
+    if not named:
         raise ValueError("tensors must hold at least one tensor, got none")
-    first = tensors[0]
-    for i, x in enumerate(tensors):
-        check_tensor(f"tensors[{i}]", x, "(batch, tokens, ...)")
+    first_name, first = next(iter(named.items()))
+    for name, x in named.items():
+        check_tensor(name, x, "(batch, tokens, ...)")
         if x.ndim < 2 or x.shape[:2] != first.shape[:2] or x.dtype != first.dtype or x.device != first.device:
             raise ValueError(
-                f"tensors must be (batch, tokens, ...) with equal batch, length, dtype and device; tensors[0] is "
-                f"{tuple(first.shape)} {first.dtype} on {first.device}, tensors[{i}] is {tuple(x.shape)} {x.dtype} "
-                f"on {x.device}"
+                f"{', '.join(named)} must be (batch, tokens, ...) with equal batch, length, dtype and device; "
+                f"{first_name} is {tuple(first.shape)} {first.dtype} on {first.device}, {name} is {tuple(x.shape)} "
+                f"{x.dtype} on {x.device}"
             )
     length = first.shape[1]
     if length == 0 or length % chunks:

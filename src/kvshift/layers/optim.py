@@ -36,6 +36,9 @@ def param_groups(
     Returns:
         Groups named "decay", "no_decay" and "shift", each with "params", "lr" and "weight_decay". Empty groups are
         omitted, and a parameter shared by several modules occurs once.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these, or FSDP has flattened the coefficients.
     """
     _require_module(model)
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("shift_lr_multiplier", shift_lr_multiplier)):
@@ -71,7 +74,7 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
         A handle whose `remove()` stops the clamping.
 
     Raises:
-        ValueError: there is no such layer, or its coefficients are computed by a parametrization.
+        ValueError: there is no such layer, or its coefficients are computed by a parametrization or flattened by FSDP.
     """
     _require_module(model)
     layers = [
@@ -88,9 +91,16 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
             for parameter in layer.parameters(recurse=False):
                 parameter.clamp_(0, 1)
 
-    return optimizer.register_step_post_hook(clamp)
+    wrapped = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper takes no hooks
+    return wrapped.register_step_post_hook(clamp)
 
 
 def _require_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not its parameters; got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, KVShift) and module.targets and not any(True for _ in module.parameters()):
+            raise ValueError(
+                f"model must still have the parameters of its layers, but {name or 'the layer'} has none: "
+                "FullyShardedDataParallel flattens them unless it is given use_orig_params=True"
+            )

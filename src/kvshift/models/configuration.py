@@ -65,9 +65,12 @@ class ShiftConfig:
                 f"layer_types must be left out or match the other fields, {self.layer_types}; got {layer_types!r}"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields to save; `use_cache` of a model with shift is changed as the class describes."""
-        saved = super().to_dict()  # type: ignore[misc]
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return the fields to save; `use_cache` of a model with shift is changed as the class describes.
+
+        (In `to_dict` it is what `generate` reads.)
+        """
+        saved = super().to_diff_dict()  # type: ignore[misc]
         if self.shift_targets:
             saved["use_cache"] = {f"kv_shift: load it with {self.loaded_by}": self.use_cache}
         return saved

@@ -68,6 +68,7 @@ def create_masks(
             scores = inputs_embeds.new_zeros(attention_mask.shape)
             attention_mask = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
     else:
+        _require_columns(attention_mask, batch, positions, past_key_values)
         padding = padding_mask(attention_mask, positions)
         documents = named = document_index(
             batch, positions, padding, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens, position_ids=position_ids
@@ -110,10 +111,26 @@ def create_token_masks(
         named: seq_idx and cu_seq_lens, as in `document_index`.
     """
     batch, positions = inputs_embeds.shape[:2]
+    _require_columns(attention_mask, batch, positions, None)
     padding = padding_mask(attention_mask, positions)
     documents = document_index(batch, positions, padding, position_ids=position_ids, **named)
     offsets = None if documents is None else document_offsets(documents, 0, None)
     return {"attention": None, "padding": padding, "documents": documents, "offsets": offsets}
+
+
+def _require_columns(attention_mask: Tensor | None, batch: int, positions: int, cache: Cache | None) -> None:
+    """Raise a ValueError unless a mask of two dimensions has a column for every token so far.
+
+    Not in compiled calls, nor for a static cache whose length is a tensor on the device.
+    """
+    seen = _num_cached_tokens(cache)
+    if attention_mask is None or not isinstance(seen, int) or torch.compiler.is_compiling():
+        return
+    if attention_mask.shape != (batch, seen + positions):
+        raise ValueError(
+            f"attention_mask must be ({batch}, {seen + positions}), {seen} tokens in the cache and {positions} new "
+            f"ones, got {tuple(attention_mask.shape)}"
+        )
 
 
 def _require_keys_of_cache(attention_mask: Tensor, cache: Cache | None) -> None:
@@ -291,7 +308,8 @@ def document_index(
 
     The first of these arguments that is given decides. `seq_idx` (B, T): a document begins where it changes.
     `cu_seq_lens` (S + 1,): boundaries in the single row of a pack, checked as `kvshift.kv_shift` checks cu_seqlens.
-    `position_ids` (B, T) or (1, T): a document begins wherever they do not increase by one. Padding is ignored.
+    `position_ids` (B, T) or (1, T): a document begins wherever they do not increase by one. Padding is ignored; they
+    may count it or not.
     """
     _check(batch, positions, seq_idx, cu_seq_lens, position_ids)
     if seq_idx is not None:

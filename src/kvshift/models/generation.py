@@ -58,10 +58,11 @@ class ShiftedGeneration:
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         _refuse_documents(generation_config, model_kwargs)
-        if generation_config.cache_implementation == "quantized" and self.config.shift_targets:
+        kind = generation_config.cache_implementation
+        if self.config.shift_targets and kind is not None and kind.startswith(("quantized", "offloaded")):
             raise ValueError(
-                "cache_implementation cannot be 'quantized': a QuantizedCache has no place for the raw keys and values "
-                "of the shift; leave it out, or set it to 'static'"
+                f"cache_implementation cannot be {kind!r}: such a cache has no place for the raw keys and values of "
+                "the shift; leave it out, or set it to 'static'"
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         if model_kwargs.get(CACHE) is not None:

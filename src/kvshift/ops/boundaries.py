@@ -21,10 +21,13 @@ from torch import Tensor
 def document_starts(named: Tensor, real: Tensor | None, *, step: int = 0) -> Tensor:
     """Return where a document begins after another in its row, (B, T) booleans; the only definition of this rule.
 
-        named[t] != named[s] + step        for a real position t, where s is the last real position before t
+        named[t] - named[s] is neither step nor step * (t - s)
+
+    for a real position t, where s is the last real position before it.
 
     Args:
-        named: (B, T) integers: numbers of the documents or, with `step` = 1, positions within them.
+        named: (B, T) integers: numbers of the documents or, with `step` = 1, positions within them, in which padding
+            may or may not be counted.
         real: (B, T), False on padding; None if there is no padding.
     """
     index_T = torch.arange(named.shape[1], device=named.device)
@@ -33,7 +36,8 @@ def document_starts(named: Tensor, real: Tensor | None, *, step: int = 0) -> Ten
         return (index_T > 0) & (named != previous_BT + step)
     last_real_BT = torch.where(real, index_T, -1).cummax(1)[0]
     before_BT = torch.nn.functional.pad(last_real_BT, (1, 0), value=-1)[:, : named.shape[1]]
-    return real & (before_BT >= 0) & (named != named.gather(1, before_BT.clamp(min=0)) + step)
+    moved_BT = named - named.gather(1, before_BT.clamp(min=0))
+    return real & (before_BT >= 0) & (moved_BT != step) & (moved_BT != step * (index_T - before_BT))
 
 
 def sequence_of_positions(cu_seqlens: Tensor, positions: int) -> Tensor:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, MistralConfig
+from transformers import AutoConfig, GenerationConfig, LlamaConfig, MistralConfig
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
@@ -101,7 +101,7 @@ def test_fields_changed_while_loading_take_effect(tmp_path):
 
 def written(config: KVShiftLlamaConfig) -> dict:
     """Return the contents of its file, without origin and version."""
-    fields = json.loads(config.to_json_string(use_diff=False))
+    fields = json.loads(config.to_json_string())
     return {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
 
 
@@ -130,6 +130,12 @@ def test_every_field_of_that_file_is_still_written():
     fields = written(KVShiftLlamaConfig(**FILE_0_1_0))
     fields["use_cache"] = fields["use_cache"]["kv_shift: load it with kvshift.models.llama.KVShiftLlamaForCausalLM"]
     assert {field: fields.get(field) for field in FILE_0_1_0} == FILE_0_1_0
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate_reads_whether_there_is_a_cache(use_cache: bool):
+    config = KVShiftLlamaConfig(use_cache=use_cache)
+    assert GenerationConfig.from_model_config(config).use_cache is use_cache
 
 
 def test_defaults_are_the_papers():

@@ -99,6 +99,18 @@ def test_attention_weights_and_pickles(family: str):
     assert torch.equal(logits_of(again, ids), logits_of(model, ids))
 
 
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "GPT-NeoX", "Mistral"])
+def test_fields_that_the_model_does_not_read_stay_without_effect(tmp_path, family: str):
+    model, ids = stock(family), random_tokens(2, 9)
+    model.config.layer_types, model.config.qk_norm = ["full_attention"] * 2, True
+    if family != "Mistral":
+        model.config.sliding_window = 3
+    expected = logits_of(model, ids)
+    assert torch.equal(logits_of(add_kv_shift(model), ids), expected)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path), ids), expected)
+
+
 @every_family
 @pytest.mark.parametrize("headless", [False, True], ids=["", "a decoder without a head"])
 def test_the_model_is_changed_where_it_stands(family: str, headless: bool):

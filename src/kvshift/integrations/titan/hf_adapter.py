@@ -51,13 +51,15 @@ class ShiftStateDictAdapter(StateDictAdapter):
         """
         hf_config(self.model_config)
         tied = self.model_config.enable_weight_tying  # type: ignore[attr-defined]
-        if tied and self.fqn_to_index_mapping:
-            self.fqn_to_index_mapping.pop("lm_head.weight", None)
-        return {
+        converted = {
             _renamed(name, "layers.", _IN_LAYER, "model.layers.", _IN_MODEL): self._reordered(name, x, to_hf=True)
             for name, x in state_dict.items()
             if not (tied and name == "lm_head.weight")
         }
+        files = self.fqn_to_index_mapping  # of the original model: it may have a tied head, and has no coefficients
+        if files:
+            self.fqn_to_index_mapping = {name: files.get(name, max(files.values())) for name in converted}
+        return converted
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert a state dict of `kvshift.models` to one of torchtitan's model, with the same errors."""

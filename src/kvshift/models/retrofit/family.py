@@ -153,11 +153,17 @@ def _config_with_shift(plain: type[PreTrainedConfig]) -> Any:
 
 
 def shifted_config(config: PreTrainedConfig, family: Family, options: ShiftOptions) -> Any:
-    """Return a copy of `config` with shift. `config` itself, which other models may share, is not changed."""
+    """Return a copy of `config` with shift. `config` itself, which other models may share, is not changed.
+
+    Its attributes that the class of the model does not read, such as a Llama's `sliding_window`, stay without effect.
+    """
     new: Any = deepcopy(config)
     new.__class__ = family.config
-    missing = {one.name: one.default for one in fields(family.config) if one.name not in vars(new)}
-    for name, value in (missing | options.as_fields()).items():
+    own = {one.name for one in fields(type(config))}
+    for name in {"layer_types", "sliding_window"} - own:  # no fields here either, but read by masks and caches
+        vars(new).pop(name, None)
+    defaults = {one.name: one.default for one in fields(family.config) if one.name not in own}
+    for name, value in (defaults | options.as_fields()).items():
         setattr(new, name, value)
     return new
 
