@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
 
+from kvshift.models import baichuan_m1  # noqa: F401  # registers its classes
 from kvshift.models.retrofit import load_kv_shift
 
 from .engines import count, different, drawn, engine
@@ -68,3 +70,11 @@ def test_two_adapters_and_none_in_one_batch(name: str, checkpoint: Checkpoint, t
     assert answers[0] != answers[1] != answers[2]
     for i, model in enumerate(models):
         assert different(model, outputs[i :: len(models)]) == []
+
+
+def test_an_adapter_of_the_packed_projection_of_baichuan_m1_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = checkpoint("baichuan-m1")
+    adapted(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "packed", ("W_pack",), 1)
+    adapter = LoRARequest("packed", 1, str(tmp_path / "packed"))
+    with engine(folder, enable_lora=True, max_lora_rank=8) as running, pytest.raises(ValueError, match="W_pack"):
+        running.generate(drawn(20), lora_request=[adapter])

@@ -158,7 +158,9 @@ def test_coefficients_missing_from_a_quantized_checkpoint(
     del weights[f"model.layers.1.self_attn.shift.{name}"]
     save_file(weights, tmp_path / "quantized/model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"must have the coefficients of model\.layers\.1\.self_attn\.shift, but some"):
-        LLM(str(tmp_path / "quantized"), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
+        LLM(
+            str(tmp_path / "quantized"), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64
+        )
 
 
 _DRAFTS = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}

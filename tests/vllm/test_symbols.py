@@ -77,8 +77,12 @@ vllm.model_executor.models.llama
     LlamaForCausalLM
     LlamaForCausalLM.__init__(self, vllm_config, prefix, layer_type)
     LlamaForCausalLM.load_weights(self, weights)
+    LlamaForCausalLM.hf_to_vllm_mapper
     LlamaForCausalLM.packed_modules_mapping
 vllm.model_executor.models.utils
+    WeightsMapper
+    WeightsMapper.__init__(self, orig_to_new_renaming, orig_to_new_regex, orig_to_new_substr, orig_to_new_stacked,
+        orig_to_new_prefix, orig_to_new_suffix)
     extract_layer_index(layer_name, num_attn_module)
 vllm.model_executor.utils
     set_weight_attrs(weight, weight_attrs)

@@ -153,8 +153,8 @@ def _row_bytes(spec: AttentionSpec, raw_dtype: torch.dtype) -> int:
 
 def _all_support_uniform(layers: Mapping[str, Any]) -> bool:
     """Return True if there are shifts and each takes a uniform batch in one launch."""
-    shifts = [layer for layer in layers.values() if isinstance(layer, PagedShift)]
-    return bool(shifts) and all([shift.supports_uniform for shift in shifts])  # a list, so that each is checked
+    supported = [layer.supports_uniform for layer in layers.values() if isinstance(layer, PagedShift)]  # checks each
+    return bool(supported) and all(supported)
 
 
 @cache

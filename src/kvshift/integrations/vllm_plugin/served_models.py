@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.models.utils import WeightsMapper
 
 from kvshift.integrations.vllm_plugin.served_attention import ServedAttention
 from kvshift.models.baichuan_m1.layout import to_coefficients
@@ -33,7 +34,9 @@ class ServedLlama(LlamaForCausalLM):
 class ServedBaichuanM1(ServedLlama):
     """Baichuan-M1 from its released layout; loading scales the rows of the LM head to length 1."""
 
-    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping | {"qkv_proj": ["qkv_proj"]}
+    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping | {"qkv_proj": ["W_pack"]}
+    # Quantization reads it; vLLM's Llama loads weights with its own.
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={"W_pack": "qkv_proj"}) | LlamaForCausalLM.hf_to_vllm_mapper
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(self._renamed(weights))
