@@ -67,6 +67,11 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"quantization_config": CONFIGS["compressed"] | {"config_groups": {"0": _ORDERED}}},
     ),
+    "quantization .* got 'compressed-tensors'": _quantized(config_groups={}),
+    "quantization must be that .* got 'compressed-tensors'": (
+        "llama",
+        {"compression_config": CONFIGS["int"] | {"kv_cache_scheme": _CACHE}},
+    ),
     "quantization must .* got 'auto_gptq'": ("llama", {"quantization_config": CONFIGS["gptq"] | {"bits": 8}}),
     "quantization must be .* got 'auto_gptq'": (
         "llama",

@@ -106,14 +106,15 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
 
 def _is_tested(model: Any) -> bool:
     """Return True if all quantized weights and their inputs use a tested scheme: see docs/serving.md."""
-    described = getattr(model.hf_config, "quantization_config", None) or {}
+    config = model.hf_config  # vLLM reads either name
+    described = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None) or {}
     if model.quantization in ("auto_awq", "auto_gptq", "awq", "gptq"):
         # GPTQ's "dynamic" may quantize some layers with other numbers of bits.
         return (described.get("bits") or described.get("w_bit")) == 4 and not described.get("dynamic")
     if model.quantization != "compressed-tensors" or described.get("kv_cache_scheme"):
         return False
     groups = described.get("config_groups", {}).values()
-    return all(
+    return bool(groups) and all(
         _types_and_bits(group, "weights", "input_activations") in _TESTED_SCHEMES
         and group["weights"].get("actorder") in (None, "static", "weight")  # vLLM reads no order of inputs
         for group in groups
