@@ -73,8 +73,7 @@ def shift_shard(
     Source:
         Equation 5 of the paper, for sharded sequences.
     """
-    given: dict[str, Any] = {"q": q, "k": k, "v": v}
-    mixes = {"q": gamma, "k": alpha, "v": beta}
+    given, mixes = cast(dict[str, Any], {"k": k, "v": v, "q": q}), {"q": gamma, "k": alpha, "v": beta}
     shifted = {name: given[name] for name, mix in mixes.items() if mix is not None}
     if not shifted:  # unless another rank shifts something, and waits for this one
         _check_together({"k": k, "v": v}, None, layout, group)
