@@ -48,6 +48,15 @@ def test_layers_of_different_windows(name: str, checkpoint: Checkpoint) -> None:
     all_at_once(checkpoint(name), model, blocks=30)
 
 
+def test_half_precision_weights_of_baichuan_m1_in_float32(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The scaled rows of the LM head are not rounded to the dtype of the checkpoint."""
+    AutoModelForCausalLM.from_pretrained(checkpoint("baichuan-m1"), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with engine(tmp_path) as running:
+        outputs = running.generate(drawn(*range(1, 120, 9), seed=5))
+    assert different(model.eval(), outputs) == []
+
+
 def test_an_added_shift_that_is_not_trained_yet_gives_the_answers_of_the_stock_model(tmp_path: Path) -> None:
     torch.manual_seed(7)
     stock: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES | {"hidden_size": 128, "vocab_size": 277}))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from kvshift.integrations.vllm_plugin.served_attention import ServedAttention
+from kvshift.models.baichuan_m1.head import row_lengths
 from kvshift.models.baichuan_m1.layout import to_coefficients
 
 _COEFFICIENTS = {"conv_k": "shift.alpha", "conv_v": "shift.beta", "K": "shift.alpha", "V": "shift.beta"}
@@ -52,6 +52,5 @@ class ServedBaichuanM1(ServedLlama):
                     raise ValueError(f"the checkpoint has both {first} and {name}, two names of one weight")
                 name, weight = f"{start}.{_COEFFICIENTS[last]}", to_coefficients(weight)
             elif name == "lm_head.weight":
-                wide = weight.float()
-                weight = (wide / (torch.linalg.vector_norm(wide, dim=1, keepdim=True) + 1e-7)).to(weight.dtype)
+                weight = weight / row_lengths(weight)[:, None]  # at least float32
             yield name.replace("W_pack", "qkv_proj"), weight
