@@ -62,6 +62,23 @@ def test_a_format_of_remote_code_is_refused(saved: Path, tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@pytest.mark.parametrize("form", ["onnx", "pt2"])
+def test_angles_that_depend_on_the_length_are_refused(form: Any, rope: dict[str, Any], saved: Path, tmp_path: Path):
+    rope |= {"rope_theta": 1e4}
+    save_model(saved, rope_parameters=rope, original_max_position_embeddings=32)
+    with pytest.raises(LabError, match=f"programs cannot have rope_type '{rope['rope_type']}'"):
+        export(ExportOptions(model=str(saved), out=tmp_path / "out", format=form))
+    assert [*tmp_path.iterdir()] == [saved]
+
+
 @pytest.mark.parametrize("options", [CODE, PROGRAMS], ids=["code", "programs"])
 def test_a_model_that_computes_what_is_not_finite_is_said_so(options: dict[str, bool], saved: Path, tmp_path: Path):
     """The message blames the model itself, not its copy."""

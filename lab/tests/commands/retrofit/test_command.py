@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -157,17 +159,60 @@ def test_options(options: dict, message: str, tmp_path: Path):
         retrofit(RetrofitOptions(model="model", out=tmp_path / "out", **options))
 
 
-def test_a_model_that_computes_something_else_is_not_kept(qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("coefficient", "message"),
+    [
+        (0.1, "the logits of prompt 0 differed from the model's by"),
+        (1e-6, "with the shift, logits of .* differ by up to"),
+    ],
+)
+def test_a_model_that_computes_something_else_is_not_kept(
+    coefficient: float, message: str, qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not even if rounding errors could explain the difference."""
+
     def add(model: Any, options: Any) -> None:
         retrofitted(model, options)
         with torch.no_grad():
-            model.model.layers[1].self_attn.shift.beta[0, 1] = 1e-3
+            model.model.layers[1].self_attn.shift.beta[0, 1] = coefficient
 
     retrofitted = command.add_kv_shift
     monkeypatch.setattr(command, "add_kv_shift", add)
-    with pytest.raises(RunFailedError, match="has different outputs for 'The capital of France is'"):
+    with pytest.raises(RunFailedError, match=message):
         retrofit(RetrofitOptions(model=str(qwen2), out=tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
+
+
+SETTINGS = [
+    {"return_dict_in_generate": True},
+    {"stop_strings": ["x"]},
+    {"num_return_sequences": 2, "do_sample": True},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"cache_implementation": "quantized"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: next(iter(settings)))
+def test_saved_generation_settings_are_kept_and_not_used(settings: dict[str, Any], qwen2: Path, tmp_path: Path):
+    folder = copy_of(qwen2, tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    retrofit(RetrofitOptions(model=str(folder), out=tmp_path / "out"))
+    assert settings.items() <= json.loads((tmp_path / "out" / "generation_config.json").read_text()).items()
+
+
+def few_positions(folder: Path, number: int) -> str:
+    """Save a GPT-2 that has this number of positions."""
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 277, "bos_token_id": 0, "eos_token_id": 0}
+    GPT2LMHeadModel(GPT2Config(n_positions=number, **sizes)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_prompts_are_cut_to_the_positions_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture):
+    retrofit(RetrofitOptions(model=few_positions(tmp_path / "gpt2", 10), out=tmp_path / "out"))
+    assert "on 4 prompts with 8 tokens in total" in capsys.readouterr().err
+    with pytest.raises(LabError, match="must have more than 8 positions, got 8"):
+        retrofit(RetrofitOptions(model=few_positions(tmp_path / "short", 8), out=tmp_path / "nothing"))
 
 
 def test_a_folder_that_cannot_be_written_is_not_kept(qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -26,8 +26,8 @@ from kvshift_lab.commands.explore.options import ExploreConfig
 from kvshift_lab.commands.explore.page_server import serve_page
 from kvshift_lab.commands.explore.page_tokenizer import check_in_node, tokenizer_json
 from kvshift_lab.commands.explore.web_runtime import copy_runtime, runtime_folder
-from kvshift_lab.commands.export.programs import require_packages
-from kvshift_lab.commands.retrofit.command import encode_prompts
+from kvshift_lab.commands.export.comparison import encode_prompts
+from kvshift_lab.commands.export.programs import require_fixed_rotary, require_packages
 from kvshift_lab.core.atomic import new_folder, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log
@@ -110,6 +110,7 @@ def _load(name: str, folder: str, tokenizer: Any) -> Any:
     if type(model) not in known:
         names = ", ".join(sorted(kind.__name__ for kind in known))
         raise LabError(f"model: {name} is a {type(model).__name__}, which cannot be exported; these can: {names}")
+    require_fixed_rotary(model.config)
     check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
     return model
 
@@ -148,7 +149,7 @@ def _require_memory(models: list[Any]) -> None:
 
 
 def _write_program(name: str, model: Any, tokenizer: Any, path: Path) -> None:
-    prompts = [ids[0] for ids in encode_prompts(tokenizer, name).values()]
+    prompts = encode_prompts(tokenizer, model.config, name)
     explorer = ExplorerModel(model)
     try:
         write_explorer_program(explorer, path)

@@ -9,12 +9,16 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import logging
 
-from kvshift_lab.commands.export.comparison import compute
+from kvshift_lab.commands.export.comparison import compute, encode_prompts, require_finite
 from kvshift_lab.commands.export.mlx_folder import MODEL_FILE, check_mlx, require_mlx, require_mlx_model, write_mlx
 from kvshift_lab.commands.export.options import ExportOptions
-from kvshift_lab.commands.export.programs import check_programs, require_packages, write_programs
+from kvshift_lab.commands.export.programs import (
+    check_programs,
+    require_fixed_rotary,
+    require_packages,
+    write_programs,
+)
 from kvshift_lab.commands.export.remote_code import check_folder, require_known, write_code
-from kvshift_lab.commands.retrofit.command import encode_prompts, require_finite
 from kvshift_lab.core.atomic import new_folder
 from kvshift_lab.core.errors import RunFailedError, require_new
 from kvshift_lab.core.messages import log
@@ -26,7 +30,7 @@ _log = partial(log, command="export")
 def export(options: ExportOptions) -> None:
     """Write the model of `options.model` to `options.out`, with its tokenizer and generation config.
 
-    The result is loaded again and compared with the model on the prompts of `kvshift retrofit`.
+    The result is loaded again and compared with the model on a few prompts.
     The folder is created only if it is complete and computes the same.
 
     Raises:
@@ -42,14 +46,16 @@ def export(options: ExportOptions) -> None:
         require_packages(options.format)
     logging.disable_progress_bar()
     model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", log=_log)
-    prompts = [ids[0] for ids in encode_prompts(tokenizer, options.model).values()]
+    prompts = encode_prompts(tokenizer, model.config, options.model)
     require_known(model)
     if options.format == "mlx":
         require_mlx_model(model)
+    elif not options.remote_code:
+        require_fixed_rotary(model.config)
 
     with new_folder(options.out) as part:
         expected = compute(model, prompts)
-        require_finite({name: x for name, x in expected.items() if name.endswith("logits")}, options.model)
+        require_finite(expected, options.model)
         try:
             holds = _write(model, part, options)
             tokenizer.save_pretrained(part)

@@ -53,7 +53,7 @@ def write_mlx(model: Any, folder: Path) -> None:
 
 
 def check_mlx(folder: Path, prompts: list[Tensor], expected: dict[str, Tensor]) -> float:
-    """Compare logits and greedy tokens of mlx-lm for each single prompt with the results of `remote_code.compute`.
+    """Compare logits and greedy tokens of mlx-lm for each single prompt with the results of `comparison.compute`.
 
     Returns:
         The largest difference of logits. The tokens are equal.

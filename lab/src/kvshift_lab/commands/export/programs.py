@@ -34,7 +34,7 @@ from transformers.cache_utils import DynamicCache
 from kvshift import ShiftState
 from kvshift.models.extending import CACHE, ShiftDynamicLayer, create_masks
 from kvshift_lab.commands.export.comparison import largest_difference, left_padded
-from kvshift_lab.core.errors import RunFailedError, install_command, require_importable
+from kvshift_lab.core.errors import LabError, RunFailedError, install_command, require_importable
 
 Format = Literal["onnx", "pt2"]
 Program = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -47,6 +47,17 @@ _PARTS = {"shift_key": "k", "shift_value": "v", "shift_query": "q"}  # fields of
 def require_packages(form: Format) -> None:
     """Raise a LabError with install instructions if a package that the format needs is missing."""
     require_importable(f"format {form}", _PACKAGES[form], install_command("export"))
+
+
+def require_fixed_rotary(config: Any) -> None:
+    """Raise a LabError if the angles of the model depend on the length of a sequence; a program would fix them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *rope.values()):  # in Gemma 3 there is one for each type of layer
+        kind = one.get("rope_type") if isinstance(one, dict) else None
+        if kind in ("dynamic", "longrope"):
+            raise LabError(
+                f"model: programs cannot have rope_type {kind!r}, whose angles depend on the sequence length"
+            )
 
 
 class _NamedTensorModel(nn.Module):

@@ -153,13 +153,13 @@ export class ModelView {
   }
 
   #scores() {
-    const { chosen, scores, accuracy, measuring } = this.state;
+    const { chosen, scores, accuracy } = this.state;
     const of = scores[chosen.layer][chosen.head];
     this.headTitle.textContent = `Layer ${chosen.layer}, head ${chosen.head}`;
     this.parts.scores.className = "scores";
     this.parts.scores.replaceChildren(
       ...Object.entries(SCORES).map(([score, name]) => h("span", {}, `${name} `, h("b", {}, of[score].toFixed(2)))),
-      h("span", { className: "note" }, `model right on repeated tokens: ${percent(accuracy)}${measuring ? " (measuring …)" : ""}`),
+      h("span", { className: "note" }, `model right on repeated tokens: ${percent(accuracy)}`),
     );
   }
 
