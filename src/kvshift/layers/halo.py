@@ -81,13 +81,11 @@ def shift_shard(
     try:
         choose_backend(backend)
         for name, x in given.items():
-            if x is None and name not in shifted:
-                continue
-            check_input(name, x)
-            if x.shape[:2] != k.shape[:2]:
-                raise ValueError(
-                    f"{name} must have the batch and length of k, {tuple(k.shape[:2])}, got {tuple(x.shape[:2])}"
-                )
+            if name in shifted or x is not None:
+                check_input(name, x)
+                if x.shape[:2] != k.shape[:2]:
+                    batch_length, found = tuple(k.shape[:2]), tuple(x.shape[:2])
+                    raise ValueError(f"{name} must have the batch and length of k, {batch_length}, got {found}")
         for name, x in shifted.items():
             check_coefficients(COEFFICIENT_NAMES[name], cast(Tensor, mixes[name]), x)
         windows = sorted({mix.shape[1] for mix in mixes.values() if mix is not None})
