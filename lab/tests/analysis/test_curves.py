@@ -99,6 +99,12 @@ def test_nothing_to_draw(tmp_path):
         plot_curves([tmp_path])
 
 
+def test_two_runs_of_a_variant_and_seed_are_refused(tmp_path):
+    one, other = write_run(tmp_path / "lr_1e-3"), write_run(tmp_path / "lr_3e-3", steps=30)
+    with pytest.raises(LabError, match=f"{one} and {other} are both KV-shift with seed 0"):
+        plot_curves([one, other])
+
+
 def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

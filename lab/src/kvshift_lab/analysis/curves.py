@@ -79,7 +79,13 @@ def _runs_by_name(folders: Sequence[Path]) -> dict[str, dict[int, Run]]:
     """Return finished runs by their label and seed."""
     found: dict[str, dict[int, Run]] = {}
     for run in map(read_run, folders):
-        found.setdefault(run.name, {})[run.config["seed"]] = run
+        seeds, seed = found.setdefault(run.name, {}), run.config["seed"]
+        if seed in seeds:
+            raise LabError(
+                f"folders must name one run of each variant and seed; {seeds[seed].folder} and {run.folder} are both "
+                f"{run.name} with seed {seed}"
+            )
+        seeds[seed] = run
     if not found:
         raise LabError("folders must name at least one finished run, got none")
     return found
