@@ -1,8 +1,9 @@
 """The data in the maps. Their look is not tested."""
 
+import numpy as np
 import pytest
 
-from kvshift_lab.analysis.maps import coefficient_counts, count_coefficients, counts_by_layer
+from kvshift_lab.analysis.maps import coefficient_counts, count_coefficients, counts_by_layer, map_coefficients
 
 
 def test_coefficients_are_counted_as_in_table_5():
@@ -25,6 +26,14 @@ def test_coefficients_are_counted_as_in_table_5():
 )
 def test_other_shifts_have_no_such_table(layers):
     assert count_coefficients(layers) is None
+
+
+def test_layers_may_have_different_numbers_of_heads():
+    figure = map_coefficients([{"alpha": [[0.5, 0.25]]}, {"alpha": [[1.0, 0.0], [0.75, 0.125]]}])
+    assert figure is not None
+    maps = [np.ma.filled(axes.images[0].get_array(), np.nan) for axes in figure.axes[:2]]
+    np.testing.assert_equal(maps, [[[0.5, np.nan], [1.0, 0.75]], [[0.25, np.nan], [0.0, 0.125]]])
+    assert all(list(axes.get_xticks()) == [0, 1] for axes in figure.axes[:2])
 
 
 def test_signs_and_sums_are_counted():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,9 +91,10 @@ def steps_reached(metrics: Path) -> list[tuple[str, ...]]:
 
 
 def _describe(found: Mapping[str, Any]) -> str:
-    heads = found["heads"]
-    layers = 1 + max(head["layer"] for head in heads)
-    text = f"{found['model']}: {_count(layers, 'layer')}, {_count(len(heads) // layers, 'head')} in each"
+    layers = Counter(head["layer"] for head in found["heads"])
+    fewest, most = min(layers.values()), max(layers.values())
+    heads = _count(most, "head") if fewest == most else f"{fewest} to {most} heads"
+    text = f"{found['model']}: {_count(len(layers), 'layer')}, {heads} in each"
     shifted = found["coefficients"]
     if not shifted:
         return f"{text}; nothing is shifted."

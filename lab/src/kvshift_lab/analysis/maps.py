@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ def map_coefficients(layers: Sequence[Mapping[str, Any]]) -> Figure | None:
     ]
     if not panels:
         return None
-    heads = max(len(values[0]) for _, values in panels)
+    heads = max(len(row) for _, values in panels for row in values)
     figure = Figure(
         figsize=(len(panels) * max(2.4, 0.5 * heads + 1), max(2.2, 0.5 * len(layers) + 1.4)), layout="constrained"
     )
@@ -129,7 +130,7 @@ def map_scores(heads: Sequence[Mapping[str, Any]]) -> Figure:
     ]
     if len(rows) > 1:
         rows[-1][-1] = ("matches $e$ and moves $e+1$", _grid(heads, lambda head: head["alone"]))
-    layers, across = len(rows[0][0][1]), len(rows[0][0][1][0])
+    layers, across = len(rows[0][0][1]), max(map(len, rows[0][0][1]))
     figure = Figure(
         figsize=(len(shown) * max(2.6, 0.5 * across + 1), len(rows) * max(1.9, 0.5 * layers + 1)), layout="constrained"
     )
@@ -181,14 +182,19 @@ def _draw_rows(
     colors: str,
     cells: int,
 ) -> None:
-    """Draw rows of panels, given as titles and values by layer and head, with a common scale."""
+    """Draw rows of panels, given as titles and values by layer and head, with a common scale.
+
+    Layers with fewer heads than others have no color where heads are missing.
+    """
     image: Any = None
     for row, panels in enumerate(rows):
         for column, (title, values) in enumerate(panels):
             axes = figure.add_subplot(len(rows), len(panels), row * len(panels) + column + 1)
-            image = axes.imshow(values, cmap=colors, vmin=low, vmax=high, aspect="auto")
+            heads = max(map(len, values))
+            filled = [[*line, *[math.nan] * (heads - len(line))] for line in values]
+            image = axes.imshow(filled, cmap=colors, vmin=low, vmax=high, aspect="auto")
             axes.set_title(title, fontsize="medium")
-            axes.set(xlabel="head", xticks=range(len(values[0])), yticks=range(len(values)))
+            axes.set(xlabel="head", xticks=range(heads), yticks=range(len(values)))
             for layer, line in enumerate(values if cells <= _CELLS else ()):
                 for head, value in enumerate(line):
                     text, ink = f"{round(value, 2) + 0.0:.2f}", _ink(value, high)

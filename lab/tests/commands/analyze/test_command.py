@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kvshift import ShiftOptions
+from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 from kvshift_lab.analysis.maps import coefficient_counts
@@ -237,3 +238,14 @@ def test_non_finite_values_write_no_file(place: str, shifted: Path, tmp_path: Pa
     with pytest.raises(RunFailedError, match="computes numbers that are not finite; nothing was written"):
         analyze(AnalyzeConfig(run=folder, out=tmp_path / "out", rows=2))
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_with_different_numbers_of_heads(tmp_path: Path):
+    sizes = {name: size for name, size in SHAPE.items() if "heads" not in name} | {"hidden_size": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_swa_attention_heads": 6}
+    heads |= {"num_swa_key_value_heads": 3, "sliding_window_layers": [1], "sliding_window": 8}
+    config = BaichuanM1Config(**sizes, **heads, rope_theta=1e5, bos_token_id=0, eos_token_id=0)
+    BaichuanM1ForCausalLM(config).save_pretrained(tmp_path)
+    train_bpe(iter([TEXT]), 277).save_pretrained(tmp_path)
+    page = read(analyze(AnalyzeConfig(run=tmp_path, rows=2, maps=1, device="cpu")))
+    assert "2 layers, 4 to 6 heads in each; keys and values mixed" in page.text
