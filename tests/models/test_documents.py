@@ -42,6 +42,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "one number": (torch.full((1, 6), 2), "1 on tokens and 0 on padding, got other numbers"),
     "added to scores": (torch.tensor([[-1e9, 0, 0, 0, 0, 0]]), "1 on tokens and 0 on padding, got other numbers"),
     "too few columns": (torch.ones(1, 4), r"must be \(1, 6\), 0 tokens in the cache and 6 new ones, got \(1, 4\)"),
+    "too many columns": (torch.tensor([[0] + [1] * 7]), r"must be \(1, 6\), 0 tokens .*, got \(1, 8\)"),
     "too many rows": (torch.ones(2, 6), r"must be \(1, 6\), 0 tokens .*, got \(2, 6\)"),
     "a list": ([[1] * 6], "must be a tensor .*; got list"),
     "by type of layer": ({"full_attention": CAUSAL}, "must be a tensor .*; got dict"),

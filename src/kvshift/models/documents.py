@@ -121,12 +121,14 @@ def create_token_masks(
 def _require_columns(attention_mask: Tensor | None, batch: int, positions: int, cache: Cache | None) -> None:
     """Raise a ValueError unless a mask of two dimensions has a column for every token so far.
 
-    Not in compiled calls, nor for a static cache whose length is a tensor on the device.
+    More columns are accepted where none is 0, as PEFT's Shadow gives them. Compiled calls are not checked, nor is a
+    static cache whose length is a tensor on the device.
     """
     seen = _num_cached_tokens(cache)
     if attention_mask is None or not isinstance(seen, int) or torch.compiler.is_compiling():
         return
-    if attention_mask.shape != (batch, seen + positions):
+    rows, columns = attention_mask.shape
+    if rows != batch or columns < seen + positions or (columns > seen + positions and not attention_mask.all()):
         raise ValueError(
             f"attention_mask must be ({batch}, {seen + positions}), {seen} tokens in the cache and {positions} new "
             f"ones, got {tuple(attention_mask.shape)}"
