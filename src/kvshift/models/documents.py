@@ -121,14 +121,15 @@ def create_token_masks(
 def _require_columns(attention_mask: Tensor | None, batch: int, positions: int, cache: Cache | None) -> None:
     """Raise a ValueError unless a mask of two dimensions has a column for every token so far.
 
-    More columns are accepted where none is 0, as PEFT's Shadow gives them. Compiled calls are not checked, nor is a
-    static cache whose length is a tensor on the device.
+    More columns are accepted where none is 0, and without earlier tokens, where PEFT's Shadow gives them. Compiled
+    calls are not checked, nor is a static cache whose length is a tensor on the device.
     """
     seen = _num_cached_tokens(cache)
     if attention_mask is None or not isinstance(seen, int) or torch.compiler.is_compiling():
         return
     rows, columns = attention_mask.shape
-    if rows != batch or columns < seen + positions or (columns > seen + positions and not attention_mask.all()):
+    more = columns - (seen + positions)
+    if rows != batch or more < 0 or (more > 0 and seen > 0 and not attention_mask.all()):
         raise ValueError(
             f"attention_mask must be ({batch}, {seen + positions}), {seen} tokens in the cache and {positions} new "
             f"ones, got {tuple(attention_mask.shape)}"
