@@ -156,6 +156,7 @@ def exchange_halo(
 
 
 def _exchange(named: Mapping[str, Tensor], rows: int, group: dist.ProcessGroup | None, layout: Layout) -> list[Tensor]:
+    """Do the work of `exchange_halo` for tensors by the names that errors give them."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     _check_together(named, rows, layout, group)
@@ -215,8 +216,8 @@ def _check_together(
             torch._assert_async(largest.sum() == 0, _DIFFER)  # type: ignore[attr-defined]
     elif largest.sum() != 0:
         what = "nothing shifted" if rows is None else f"window {rows + 1}"
-        sizes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
-        mine = str(problem or f"{sizes} {tensors[0].dtype}, {what}, {layout}")
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
+        mine = str(problem or f"{shapes} {tensors[0].dtype}, {what}, {layout}")
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, mine, group=group)
         listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone))

@@ -38,9 +38,10 @@ def param_groups(
         omitted, and a parameter shared by several modules occurs once.
 
     Raises:
-        TypeError, ValueError: an argument is none of these, or FSDP has flattened the coefficients.
+        TypeError: `model` is not a module.
+        ValueError: a number is negative, or FSDP has flattened the coefficients.
     """
-    _require_module(model)
+    _check_model(model)
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("shift_lr_multiplier", shift_lr_multiplier)):
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {value}")
@@ -76,7 +77,7 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
     Raises:
         ValueError: there is no such layer, or its coefficients are computed by a parametrization or flattened by FSDP.
     """
-    _require_module(model)
+    _check_model(model)
     layers = [
         module for module in model.modules() if isinstance(module, KVShift) and module.options.constraint == "clamp"
     ]
@@ -95,11 +96,11 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
     return wrapped.register_step_post_hook(clamp)
 
 
-def _require_module(model: Any) -> None:
+def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not its parameters; got {type(model).__name__}")
     for name, module in model.named_modules():
-        if isinstance(module, KVShift) and module.targets and not any(True for _ in module.parameters()):
+        if isinstance(module, KVShift) and module.targets and next(module.parameters(), None) is None:
             raise ValueError(
                 f"model must still have the parameters of its layers, but {name or 'the layer'} has none: "
                 "FullyShardedDataParallel flattens them unless it is given use_orig_params=True"

@@ -124,8 +124,10 @@ def _require_columns(attention_mask: Tensor | None, batch: int, positions: int, 
     More columns are accepted where none is 0, and without earlier tokens, where PEFT's Shadow gives them. Compiled
     calls are not checked, nor is a static cache whose length is a tensor on the device.
     """
+    if attention_mask is None or torch.compiler.is_compiling():
+        return
     seen = _num_cached_tokens(cache)
-    if attention_mask is None or not isinstance(seen, int) or torch.compiler.is_compiling():
+    if not isinstance(seen, int):
         return
     rows, columns = attention_mask.shape
     more = columns - (seen + positions)
