@@ -26,6 +26,7 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm_cpu
 from vllm.outputs import RequestOutput
 
+from kvshift.integrations.vllm_plugin.served_models import ServedBaichuanM1
 from kvshift.models import baichuan_m1  # noqa: F401  # registers its classes
 from kvshift.models.retrofit import load_kv_shift
 
@@ -214,6 +215,15 @@ def test_projections_of_baichuan_m1(
         _, errors = compare(model, running.generate(drawn(*range(1, 20))))
     assert errors.median() < 1e-5
     assert errors.max() < 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_head_of_baichuan_m1(kind: str) -> None:
+    """Loading scales its rows to length 1, which 8-bit numbers with scales of their own cannot represent."""
+    numbers, scales = eight_bits(torch.randn(9, 4), kind)
+    for name, tensor in {"lm_head.weight": numbers, "lm_head.weight_scale": scales}.items():
+        with pytest.raises(ValueError, match=rf"must not be quantized, got {name} of {tensor.dtype}"):
+            list(ServedBaichuanM1._renamed([(name, tensor)]))
 
 
 @with_avx512

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
@@ -51,6 +52,8 @@ class ServedBaichuanM1(ServedLlama):
                 if first != name:
                     raise ValueError(f"the checkpoint has both {first} and {name}, two names of one weight")
                 name, weight = f"{start}.{_COEFFICIENTS[last]}", to_coefficients(weight)
-            elif name == "lm_head.weight":
+            elif start == "lm_head":
+                if last != "weight" or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                    raise ValueError(f"the LM head must not be quantized, got {name} of {weight.dtype}")
                 weight = weight / row_lengths(weight)[:, None]  # at least float32
             yield name.replace("W_pack", "qkv_proj"), weight
