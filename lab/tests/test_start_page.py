@@ -31,7 +31,7 @@ def test_every_command_and_block_of_the_start_page_runs(tmp_path: Path):
     for name in ("docs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environment.pop("TRITON_INTERPRET", None)  # with it, the report also tests Triton's kernels: a minute, in place of 4 s
+    environment.pop("TRITON_INTERPRET", None)  # with it, the report takes a minute, in place of 4 s
     python: list[str] = []
     for language, block in found:
         if language == "python":
