@@ -160,6 +160,31 @@ def test_a_wrong_value_is_refused_as_on_the_command_line(tmp_path, capsys, text,
     assert option in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: 10\nsteps: 20", r"options\.yaml cannot be read: steps is given twice"),
+        ("data: {corpus: a, corpus: b}", "corpus is given twice"),
+        ("data.corpus: a\ndata: {corpus: b}", r"config: data\.corpus is given twice"),
+    ],
+)
+def test_a_name_that_is_given_twice_is_refused(tmp_path, text, message):
+    with pytest.raises(LabError, match=message):
+        read(TrainConfig, write(tmp_path, text), "--out", "x")
+
+
+def test_two_files_are_refused(tmp_path):
+    path = write(tmp_path, YAML)
+    with pytest.raises(LabError, match=r"config: it may be given once, got .* and other\.yaml"):
+        read(TrainConfig, path, "--config=other.yaml")
+
+
+def test_false_is_not_the_number_0(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        read(TrainConfig, write(tmp_path, "seed: false"), "--out", "x")
+    assert "--seed" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(LabError, match=r"config: absent\.json cannot be read"):
         read(TrainConfig, Path("absent.json"))

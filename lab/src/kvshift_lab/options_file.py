@@ -36,11 +36,13 @@ def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:
         SystemExit: with code 2 if a value is wrong.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--config", type=Path)
+    finder.add_argument("--config", type=Path, action="append")
     try:
-        path = finder.parse_known_args(args)[0].config
+        path, *more = finder.parse_known_args(args)[0].config or [None]
     except argparse.ArgumentError:  # tyro reports the error
-        path = None
+        path, more = None, []
+    if more:
+        raise LabError(f"config: it may be given once, got {path} and {more[0]}")
     # `config` has been read already; it is a field so that the help lists it.
     config = ("config", Annotated[Path | None, tyro.conf.arg(help=_HELP, metavar="FILE")], None)
     both = make_dataclass(
@@ -58,7 +60,8 @@ def arguments(options: type, path: Path) -> list[str]:
             continue
         if name not in known:
             raise LabError(f"config: {path} has an unknown field {name}; {nearest(name, known)}")
-        if value == known[name].default:
+        default = known[name].default
+        if value == default and isinstance(value, bool) == isinstance(default, bool):  # False == 0
             continue
         group, dot, last = name.replace("_", "-").rpartition(".")
         option = f"--{group}{dot}{last}"
@@ -77,7 +80,7 @@ def arguments(options: type, path: Path) -> list[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # JSON is YAML
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise LabError(f"config: {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
@@ -85,8 +88,21 @@ def _read(path: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in RECORDED}
 
 
+class _Loader(yaml.SafeLoader):
+    """A loader that refuses a name that is given twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.MarkedYAMLError(problem=f"{twice[0]} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        part = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        if twice := found.keys() & part.keys():
+            raise LabError(f"config: {twice.pop()} is given twice")
+        found |= part
     return found

@@ -5,7 +5,7 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from kvshift_lab.analysis.accuracy import curve_difference, draw_means
+from kvshift_lab.analysis.accuracy import curve_difference, draw_groups, draw_means
 from kvshift_lab.analysis.curves import plot_coefficients, plot_curves, plot_learning, save_figure
 from kvshift_lab.analysis.panels import INTERVALS
 from kvshift_lab.core.errors import LabError
@@ -150,3 +150,9 @@ def test_files_are_the_same_bytes_each_time(tmp_path):
     assert [path.read_bytes() for path in paths] == first
     assert first[0].startswith(b"\x89PNG")
     assert b"<svg" in first[1]
+
+
+def test_the_legend_names_a_model_whose_first_group_is_empty():
+    axes = Figure().add_subplot()
+    draw_groups(axes, ["a", "b"], {"vanilla": [[], [1.0, 2.0]], "KV-shift": [[3.0], []]})
+    assert axes.get_legend_handles_labels()[1] == ["vanilla", "KV-shift"]

@@ -77,13 +77,20 @@ def test_last_characters_are_held_out_where_the_documents_are_few(folder, texts,
     assert [head + tail for head, tail in zip(train, validation, strict=True)] == texts
     assert before + "".join(validation) == whole
     wanted = int(len(whole) * (1 - fraction))
-    assert len(before) == wanted or (len(before) > wanted and before.endswith("\n"))
+    assert len(before) == wanted or (wanted < len(before) < len(whole) and before.endswith("\n"))
 
 
 def test_cut_is_at_the_start_of_a_line(folder):
     (folder / "a.txt").write_text("0123456789\n" * 10)
 
     assert load(corpus=str(folder), validation_fraction=0.25) == (["0123456789\n" * 8], ["0123456789\n" * 2])
+
+
+def test_a_cut_in_the_last_line_is_where_it_was_asked_for(folder):
+    (folder / "a.txt").write_text("word " * 20 + "\n")
+
+    train, validation = load(corpus=str(folder), validation_fraction=0.1)
+    assert [*map(len, train), *map(len, validation)] == [90, 11]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,18 @@ def test_against_the_paper() -> None:
         "4 layers of width 64, 1200 steps: the gain of KV-shift is no smaller than after a third of the tokens"
     ] == ("fails")
     assert {claim.direction for claim in FIG05.claims(given)} == {"fails"}
+
+
+@pytest.mark.parametrize("curve", [{"step": [133], "loss": [9.0]}, {"step": [], "loss": []}], ids=["late", "at once"])
+def test_a_run_that_diverged_decides_nothing(curve: Mapping[str, Any]) -> None:
+    given = records(seeds=4)
+    place = next(number for number, one in enumerate(given) if one.seed == 1)
+    given[place] = replace(given[place], curve=curve, result={"diverged_at": 170})
+    for recipe in (FIG05, FIG06):
+        (claim,) = recipe.claims(given)
+        assert claim.direction == "not shown"
+        assert claim.ours == f"runs diverged: {given[place].arm}, seed 1"
+        recipe.plot(given)
 
 
 def test_what_noise_hides_is_not_shown() -> None:

@@ -136,6 +136,16 @@ def test_another_tokenizer_of_that_name_is_refused(finished: Path, corpus: Path,
         train(config)
 
 
+def test_a_tokenizer_in_the_home_folder(
+    finished: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a file of options, where no shell expands the tilde."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(finished / "tokenizer", tmp_path / "mine")
+    at_home, absolute = (DataConfig(corpus=str(corpus), tokenizer=name) for name in ("~/mine", str(tmp_path / "mine")))
+    assert identify_inputs(at_home) == identify_inputs(absolute)
+
+
 def test_compare_refuses_finished_models_of_another_text(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "text.jsonl")
     config = tiny(corpus, tmp_path / "run", steps=1)

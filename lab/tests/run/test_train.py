@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,31 @@ def test_tensorboard(corpus, tmp_path):
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(ours)
 
 
+def test_a_run_without_a_checkpoint_begins_again_in_tensorboard_too(corpus, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny(corpus, tmp_path, report_to=("tensorboard",), steps=3)
+    train(config)
+    for path in tmp_path.iterdir():
+        if path.name not in ("config.json", "environment.json", "tokenizer", "tensorboard"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    train(config)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+
+
+def test_a_tokenizer_whose_ids_have_a_gap(finished, corpus, tmp_path):
+    folder = shutil.copytree(finished / "tokenizer", tmp_path / "tokenizer")
+    values = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = values["model"]["vocab"]
+    vocabulary["a"] = 999
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    train(tiny(corpus, tmp_path / "run", data={"tokenizer": str(folder)}, steps=1))
+    model = KVShiftLlamaForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.vocab_size == 1000
+
+
 def test_command_line(corpus, finished, tmp_path):
     """Command-line options give the same run."""
     out = tmp_path / "run"
@@ -231,6 +257,8 @@ POSITIVE, NOT_NEGATIVE = ("learning_rate", "epsilon"), ("clip_norm", "weight_dec
         ({"schedule": "wsd", "decay_fraction": 1.0}, "optimizer.warmup_steps must be at most 0, .*, got 1"),
         ({"min_lr_ratio": 2.0}, "optimizer.min_lr_ratio must be between 0 and 1"),
         ({"weight_decay": -1.0}, "optimizer.weight_decay must be 0 or more"),
+        ({"min_lr_ratio": 0.1}, "optimizer.min_lr_ratio is 0.1, but schedule constant has no decay"),
+        ({"schedule": "cosine", "decay_fraction": 0.5}, "optimizer.decay_fraction is 0.5, but schedule cosine"),
     ],
     ids=str,
 )

@@ -240,3 +240,9 @@ def test_the_page_ignores_partial_records(beads: list[Counting], tmp_path: Path)
     before = results_pages.recipe_pages(results_pages.complete_presets(tmp_path))
     write_records(tmp_path / "fig01a" / "laptop.partial.jsonl", [made_up("vanilla, 2 layers")])
     assert results_pages.recipe_pages(results_pages.complete_presets(tmp_path)) == before
+
+
+def test_a_folder_of_results_that_cannot_be_made_is_refused_before_any_run(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with pytest.raises(LabError, match=r"results: .*kept/abacus cannot be created"):
+        store(tmp_path)

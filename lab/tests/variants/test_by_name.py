@@ -81,6 +81,7 @@ def test_a_name_that_says_options_of_the_shift_is_these_options(
     [
         ({"variant": "kvshift"}, r"model\.variant: there is no variant 'kvshift'; did you mean kv-shift\?"),
         ({"variant": "vanilla", "shift_window": 3}, r"model\.shift_window is 3, but model\.variant is vanilla"),
+        ({"shift_targets": (), "shift_window": 3}, r"shift_window is 3, but model\.shift_targets is empty"),
         ({"variant": "vanilla", "freeze_shift": True}, r"model\.freeze_shift is True, but model\.variant is vanilla"),
         ({"variant": "kv-shift", "shift_targets": ()}, r"model\.shift_targets must name at least one of q, k, v"),
         ({"variant": "k-shift", "shift_targets": ()}, r"model\.shift_targets must name at least one of q, k, v"),

@@ -165,6 +165,7 @@ def draw_groups(
     styles = _styles(list(values))
     for at, (label, of_groups) in enumerate(values.items()):
         color, marker = styles[label]["color"], styles[label]["marker"]
+        first = next((group for group, found in enumerate(of_groups) if found), None)
         for group, found in enumerate(of_groups):
             if not found:
                 continue
@@ -173,7 +174,7 @@ def draw_groups(
             low, high = t_interval(found) if interval and len(found) > 1 else (mean, mean)
             errors = [[mean - low], [high - mean]] if interval else None
             how = {"fmt": marker, "color": color, "markersize": 6, "capsize": 3}
-            axes.errorbar(place, mean, yerr=errors, label="" if group else label, **how)
+            axes.errorbar(place, mean, yerr=errors, label=label if group == first else "", **how)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_xlim(-0.5, len(groups) - 0.5)
 

@@ -86,6 +86,11 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def vocab_size_of(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the number of rows that an embedding needs: one more than the largest id, since ids may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def train_bpe(text: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE like that of GPT-2, which can encode any text without loss.
 

@@ -84,7 +84,7 @@ def _dataset_commit(name: str, hub_config: str | None) -> str:
 
 
 def _identify_folder(name: str, patterns: Iterable[str]) -> str:
-    folder = Path(name)
+    folder = Path(name).expanduser()
     if not folder.is_dir():
         return model_commit(name)
     files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})

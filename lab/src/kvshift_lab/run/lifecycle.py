@@ -210,7 +210,7 @@ def add_callbacks(
         if "tensorboard" in config.report_to:
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(str(folder.tensorboard), purge_step=start.step + 1 if start.step else None)
+            writer = SummaryWriter(str(folder.tensorboard), purge_step=start.step + 1)
             stack.callback(writer.close)
             trainer.add_callback(TensorBoardCallback(writer))
         if "wandb" in config.report_to:

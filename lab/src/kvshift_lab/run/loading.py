@@ -28,6 +28,7 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift_lab.core import messages
 from kvshift_lab.core.atomic import read_json
 from kvshift_lab.core.errors import LabError
+from kvshift_lab.data.tokenizers import vocab_size_of
 from kvshift_lab.run.finished import Run
 from kvshift_lab.run.model_files import locate, require_ids
 from kvshift_lab.variants.by_name import VARIANTS, find_variant
@@ -80,7 +81,7 @@ def load_as_saved(name: str, *, dtype: DType, device: str, log: Callable[[str], 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     """Raise a LabError if the tokenizer has ids that are not less than the model's `vocab_size`."""
-    require_ids(tokenizer.name_or_path or "", max(tokenizer.get_vocab().values()), vocab_size)
+    require_ids(tokenizer.name_or_path or "", vocab_size_of(tokenizer) - 1, vocab_size)
 
 
 def load_tokenizer(folder: str | Path) -> Any:

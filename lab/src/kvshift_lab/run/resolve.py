@@ -13,6 +13,7 @@ import torch
 from kvshift_lab.core.messages import no_log
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.text import TextData, load_text_data
+from kvshift_lab.data.tokenizers import vocab_size_of
 from kvshift_lab.run.pretrained import Pretrained, find_pretrained, fitting_config, with_tokenizer
 from kvshift_lab.run.processes import Processes
 from kvshift_lab.run.resume import resolved_model
@@ -64,7 +65,7 @@ def resolve(config: TrainConfig, processes: Processes, *, tokenizer: Path, log: 
         tokens_per_step=accumulation * config.batch_size * config.data.sequence_length * processes.count,
     )
     data = _load(config, tokenizer, processes)
-    model_config = _model_config(config, source, vocab_size=len(data.tokenizer))
+    model_config = _model_config(config, source, vocab_size=vocab_size_of(data.tokenizer))
     model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
     model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
     options = to_json(config)

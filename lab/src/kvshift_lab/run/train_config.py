@@ -60,6 +60,12 @@ class OptimizerConfig:
             require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "at least 0, less than 1")
         for name in ("decay_fraction", "min_lr_ratio"):
             require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "between 0 and 1")
+        for name, schedules in (("min_lr_ratio", ("cosine", "wsd")), ("decay_fraction", ("wsd",))):
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default and self.schedule not in schedules:
+                raise LabError(
+                    f"optimizer.{name} is {value}, but schedule {self.schedule} has no decay that it describes"
+                )
         require(warmup >= 0, "optimizer.warmup_steps", warmup, "0 or more, or None")
         if self.schedule == "wsd":
             most = steps - round(steps * self.decay_fraction)

@@ -111,6 +111,8 @@ def _is_of(record: Record, job: Job | None, grid: Grid | None) -> bool:
 class RecordStore:
     """The records of one preset of a recipe in a folder of results, from which a study can resume on any machine.
 
+    The folder is created. If that is impossible, a LabError is raised.
+
     Attributes:
         complete_path: file of all runs. A file of an older setting is not changed until `complete`.
         partial_path: file of the runs that are finished so far.
@@ -121,6 +123,10 @@ class RecordStore:
         self.complete_path = results / recipe / f"{preset}.jsonl"
         self.partial_path = results / recipe / f"{preset}.partial.jsonl"
         self.shared = shared
+        try:
+            self.complete_path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LabError(f"results: {self.complete_path.parent} cannot be created: {error}") from error
 
     def find(self, job: Job) -> tuple[Record, Path] | None:
         """Return the record of a job and its file. Raise a LabError if a partial record has other options."""
@@ -141,7 +147,6 @@ class RecordStore:
 
     def add(self, records: Sequence[Record]) -> None:
         """Add to the partial file the records that are not in the whole file."""
-        self.complete_path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.complete_path.parent / ".lock"):  # other processes may add records
             whole, before = _by_run(self.complete_path), _by_run(self.partial_path)
             runs = {_run_of(record): record for record in records}
@@ -151,7 +156,6 @@ class RecordStore:
 
     def complete(self, records: Sequence[Record]) -> None:
         """Replace the whole file and remove the partial one; in shared files, keep the records of other recipes."""
-        self.complete_path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.complete_path.parent / ".lock"):
             left: dict[_Run, Record] = {}
             if self.shared:

@@ -26,6 +26,7 @@ from torch import Tensor
 from kvshift_lab.core.errors import require
 from kvshift_lab.core.seeds import generator_for
 from kvshift_lab.data.config import DataConfig, find_shared
+from kvshift_lab.data.tokenizers import vocab_size_of
 from kvshift_lab.tasks.batch import IGNORED, Batch
 from kvshift_lab.tasks.option_checks import check_at_least, check_batch_size
 
@@ -82,8 +83,8 @@ class MaskedTextTask:
         self._train: Any = data.train.with_format("numpy")  # type: ignore[union-attr]  # it is not streamed
         count = min(config.validation_rows, len(data.validation))
         self._held_out = torch.as_tensor(data.validation.with_format("numpy")[:count]["input_ids"], dtype=torch.long)
-        self._mask_token = len(data.tokenizer)
-        self.vocab_size = len(data.tokenizer) + 1
+        self._mask_token = vocab_size_of(data.tokenizer)
+        self.vocab_size = self._mask_token + 1
         self.length = config.length
         self.chance = {"masked": int(self._held_out.flatten().bincount().max()) / self._held_out.numel()}
 

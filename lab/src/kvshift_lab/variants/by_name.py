@@ -121,6 +121,11 @@ def resolve_variant(options: _Options) -> _Options:
     """
     given: Any = options
     if given.variant is None:
+        for name, default in refinements(given):
+            if given.shift_targets == () and getattr(given, name) not in (default, ()):
+                raise LabError(
+                    f"model.{name} is {getattr(given, name)!r}, but model.shift_targets is empty: nothing shifts"
+                )
         return options
     entry = find_entry(given.variant, "model.variant")
     if entry.shifts and given.shift_targets == ():

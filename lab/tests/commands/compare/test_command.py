@@ -30,6 +30,7 @@ from kvshift_lab.variants.by_name import VARIANTS
 from kvshift_lab.variants.model_config import ModelConfig
 
 from ...analysis.run_folders import write_run
+from .test_summary import RATIO
 
 
 def config_for(out, seeds=1, **train):
@@ -256,6 +257,7 @@ def test_what_changes_no_number_may_differ(tmp_path, trained, unplotted):
 
 
 FROM_LLAMA = TrainConfig(out=Path("x"), init_from="llama")
+KEYS = TrainConfig(out=Path("x"), model=ModelConfig(shift_targets=("k",)))
 WIDER = TrainConfig(out=Path("x"), model=ModelConfig(shift_window=3))
 
 
@@ -277,6 +279,7 @@ WIDER = TrainConfig(out=Path("x"), model=ModelConfig(shift_window=3))
         ({"train": FROM_LLAMA, "variants": ("vanilla", "smear")}, "variants has smear, but with init_from only"),
         ({"train": FROM_LLAMA, "equal_parameters": True}, "equal_parameters cannot be combined with init_from"),
         ({"train": WIDER, "variants": ("vanilla", "smear")}, r"model\.shift_window is 3, but applies to none of"),
+        ({"train": KEYS, "variants": ("kv-shift", "k-shift")}, "kv-shift and k-shift are the same model, K-shift"),
         ({"train": WIDER, "variants": ("k-shift", "kv-shift-gate")}, r"model\.shift_window is 3, but applies to none"),
     ],
 )
@@ -287,6 +290,23 @@ def test_options_that_cannot_be(tmp_path, trained, changes, message):
     assert failure.value.exit_code == 2
     assert trained == []
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/folder"])
+def test_a_folder_that_cannot_be_made(tmp_path, trained, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(LabError, match=r"out: .* cannot be written to"):
+        compare(config_for(tmp_path / place))
+    assert trained == []
+
+
+def test_step_times_of_other_variants_are_not_reported(tmp_path, trained, unplotted):
+    config = config_for(tmp_path / "out")
+    measured = {"milliseconds": {"vanilla": 2.0, "kv-shift": 3.0}, "ratios": {"kv-shift": RATIO}}
+    compare(config)
+    (tmp_path / "out" / "step_time.json").write_text(json.dumps(measured))
+    assert compare(config)["step_time"] == measured
+    assert compare(replace(config, variants=("vanilla", "kv-shift", "smear")))["step_time"] is None
 
 
 def test_torchrun_would_start_it_several_times(tmp_path, trained, monkeypatch):

@@ -6,13 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from kvshift_lab.commands.compare.report import verdicts, write_report
+from kvshift_lab.commands.compare.samples import sample
 from kvshift_lab.commands.compare.summary import summarize
 from kvshift_lab.core.atomic import read_json
+from kvshift_lab.core.errors import LabError
 
 from ...analysis.pages import Page
 from ...analysis.run_folders import write_pair, write_run
+from ...run_cases import LENGTH
 from .records import records
 
 RATIO = {"ratio": 1.19, "low": 1.17, "high": 1.23}
@@ -148,3 +152,13 @@ def test_the_comparison_of_the_readme_is_still_drawn(tmp_path):
     )
     assert drawn == published
     assert set(published) <= set(page)
+
+
+def test_samples_end_where_the_positions_of_the_models_do(vanilla, finished):
+    folders = {"vanilla": vanilla, "kv-shift": finished}
+    made = sample(folders, prompt=None, tokens=120, temperature=0.0, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(vanilla / "tokenizer")
+    for text in made["texts"].values():
+        assert 0 < len(tokenizer(text)["input_ids"]) <= LENGTH - 16
+    with pytest.raises(LabError, match=f"prompt has .* tokens, but the models have {LENGTH} positions"):
+        sample(folders, prompt="abcd efgh " * 40, tokens=1, temperature=0.0, seed=0)

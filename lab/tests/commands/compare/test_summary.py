@@ -41,6 +41,15 @@ def test_one_seed(tmp_path):
     json.dumps(summary, allow_nan=False)
 
 
+def test_the_perplexity_of_a_loss_beyond_700_is_that_of_700(tmp_path):
+    write_pair(tmp_path, gain=0.1)
+    vanilla, shifted = records(tmp_path, [0])
+    vanilla.result["eval_loss"] = 35680.0
+    found = summarize([vanilla, shifted])
+    assert found["loss"]["vanilla"]["mean"] == 35680
+    assert found["perplexity"]["vanilla"]["mean"] == math.exp(700)
+
+
 def test_several_seeds(tmp_path):
     for seed, gain in enumerate((0.1, 0.11, 0.12)):
         write_pair(tmp_path, seed=seed, gain=gain)

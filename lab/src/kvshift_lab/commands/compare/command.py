@@ -34,7 +34,7 @@ from kvshift_lab.study.arm import Arm
 from kvshift_lab.study.jobs import RunJob
 from kvshift_lab.study.recipe import Record
 from kvshift_lab.study.run_study import StudyExecution, run_jobs
-from kvshift_lab.variants.by_name import with_variant
+from kvshift_lab.variants.by_name import label_of, with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 
 
@@ -101,6 +101,12 @@ def compare_jobs(config: CompareConfig) -> list[CompareJob]:
 
             model = with_vanilla_parameters(model)
         jobs.append(CompareJob(arm=Arm(variant=variant), config=dataclasses.replace(train, model=model)))
+    by_label: dict[str, str] = {}
+    for job in jobs:
+        name, label = str(job.arm.variant), label_of(to_json(job.config.model))
+        if label in by_label:
+            raise LabError(f"variants: with these options {by_label[label]} and {name} are the same model, {label}")
+        by_label[label] = name
     seeds = range(train.seed, train.seed + config.seeds)
     return [job for seed in seeds for arm in jobs for job in arm.with_seeds([seed])]
 
@@ -121,6 +127,7 @@ def _run(config: CompareConfig) -> list[Record]:
     options = to_json(config.train)
     if config.equal_parameters:  # absent from older comparisons
         options["equal_parameters"] = True
+    jobs = [(job, run_folder(out, job.seed, str(job.arm.variant))) for job in compare_jobs(config)]
     if RunFolder(out).config.exists():
         raise LabError(f"out: {out} holds a run of kvshift train; choose another folder")
     if path.exists():
@@ -131,9 +138,11 @@ def _run(config: CompareConfig) -> list[Record]:
                 "repeat those options, or choose another folder"
             )
     else:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(path, options)
-    jobs = [(job, run_folder(out, job.seed, str(job.arm.variant))) for job in compare_jobs(config)]
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(path, options)
+        except OSError as error:
+            raise LabError(f"out: {out} cannot be written to: {error}") from error
     try:
         return run_jobs(jobs, StudyExecution(runs=out, folder=out, isolated=True))
     except RunFailedError:
@@ -146,8 +155,10 @@ def _step_time(config: CompareConfig, folders: dict[str, Path]) -> dict[str, Any
     """Return the times of training steps, measured now if that is requested and not done; None if there are none."""
     path = config.train.out / "step_time.json"
     measured = read_json(path) if path.exists() else None
-    if config.step_time_seconds == 0 or (measured is not None and [*measured["milliseconds"]] == [*folders]):
+    if measured is not None and [*measured["milliseconds"]] == [*folders]:
         return measured
+    if config.step_time_seconds == 0:
+        return None
     from kvshift_lab.commands.compare.step_time import measure_step_time
 
     log(f"\ntiming training steps of all models in turn ({config.step_time_seconds:g} s)")

@@ -40,7 +40,7 @@ class CompareConfig:
     prompt: str | None = None
     """Prompt of the samples. None: the first 16 tokens of the validation text."""
     sample_tokens: int = 120
-    """Number of tokens in each sample. 0: no samples."""
+    """Number of tokens in each sample, as far as the model has positions. 0: no samples."""
     temperature: float = 0.8
     """Sampling temperature. 0: always the most likely token."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.text import load_text_data
 from kvshift_lab.run.finished import read_run
 from kvshift_lab.run.loading import load_trained
@@ -25,12 +26,15 @@ def sample(
     Args:
         folders: folders of finished runs on the same data.
         prompt: text to continue; None for the first 16 tokens of the validation text.
-        tokens: maximum number of generated tokens; there are fewer if the model ends the text.
+        tokens: maximum number of generated tokens; there are fewer if the model ends the text or has no more positions.
         temperature: sampling temperature; 0 for the most likely token each time.
         seed: seed of the generator of each model.
 
     Returns:
         "prompt", "seed", "temperature", and "texts" without the prompt, by the names of the models.
+
+    Raises:
+        LabError: the prompt fills all positions of a model.
     """
     config = read_run(next(iter(folders.values()))).options()
     data = load_text_data(config.data, seed=config.seed, tokenizer_folder=next(iter(folders.values())) / "tokenizer")
@@ -45,9 +49,15 @@ def sample(
     for folder in folders.values():
         run = read_run(folder)
         model = load_trained(run).eval()
+        positions = model.config.max_position_embeddings
+        if len(ids) >= positions:
+            raise LabError(
+                f"prompt has {len(ids)} tokens, but the models have {positions} positions; the runs are kept: repeat "
+                "the command with a shorter prompt"
+            )
         generation_config = GenerationConfig(
             **drawn,
-            max_new_tokens=tokens,
+            max_new_tokens=min(tokens, positions - len(ids)),
             pad_token_id=tokenizer.eos_token_id,
             eos_token_id=model.generation_config.eos_token_id,
         )

@@ -107,8 +107,8 @@ def _over_seeds(losses: list[dict[str, Any]]) -> Estimate:
 
 
 def _perplexity(loss: Estimate) -> dict[str, Any]:
-    """Return exp(loss), with the error of the loss times exp(loss)."""
-    value = math.exp(loss.mean)
+    """Return exp(loss), with the error of the loss times exp(loss); above 700 nats, that of 700."""
+    value = math.exp(min(loss.mean, 700.0))
     return asdict(Estimate(value, None if loss.stderr is None else value * loss.stderr, loss.n))
 
 

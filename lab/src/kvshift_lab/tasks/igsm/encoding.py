@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvshift_lab.core.errors import LabError
+from kvshift_lab.data.tokenizers import vocab_size_of
 from kvshift_lab.tasks.igsm.problem import Problem
 from kvshift_lab.tasks.igsm.wording import MODULUS, VOCABULARY, detokenize
 
@@ -137,7 +138,7 @@ class _Subwords(Encoder):
         folder = Path(name).expanduser()
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(folder if folder.exists() else name)
         self.layout = layout
-        self.vocab_size = len(self.tokenizer)
+        self.vocab_size = vocab_size_of(self.tokenizer)
         assert isinstance(self.tokenizer.eos_token_id, int)  # load_tokenizer guarantees it
         self.end_token = self.tokenizer.eos_token_id
         self.begin, self.parting = ([_MARKS[0]], [_MARKS[1]]) if layout.markers else ([], [])
