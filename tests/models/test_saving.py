@@ -20,8 +20,9 @@ from transformers import (
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import load_kv_shift
+from kvshift.models.versions import CACHE
 
-from .llama.checks import ATOL, logits_of
+from .llama.checks import ATOL, logits_of, new_tokens_of
 from .llama.tiny import random_tokens, tiny_config, tiny_model
 from .registry import MODELS, RETROFITTED
 from .retrofit.tiny_families import FAMILIES, shifted, shifted_gpt2, stock
@@ -193,6 +194,32 @@ def test_the_mark_of_a_saved_configuration_stays_out_of_the_loaded_one(tmp_path)
     assert config.use_cache is False
     path.write_text(json.dumps(marked | {"use_cache": False}))
     assert KVShiftLlamaConfig.from_pretrained(tmp_path).to_diff_dict() == config.from_dict(marked).to_diff_dict()
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_folder_without_generation_settings_keeps_use_cache(tmp_path, use_cache):
+    """Transformers then reads them from the saved configuration, where a mark takes the place of `use_cache`."""
+    tiny_model(use_cache=use_cache).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.generation_config.use_cache is use_cache
+    found = model.generate(random_tokens(1, 5), max_new_tokens=2, return_dict_in_generate=True)
+    assert (found.get(CACHE) is not None) is use_cache
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_on_disk(tmp_path, name):
+    model, ids = MODELS[name](), random_tokens(2, 7)
+    model.save_pretrained(tmp_path)
+    layers = next(path for path, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
+    tensors = [*model.state_dict(), *dict(model.named_buffers())]
+    places = {tensor.rpartition(".")[0]: "cpu" for tensor in tensors if not tensor.startswith(layers)}
+    places |= {
+        f"{layers}.{number}": "disk" if number % 2 else "cpu" for number in range(len(model.get_submodule(layers)))
+    }
+    loaded = type(model).from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "off")
+    torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=0, atol=0)
+    assert torch.equal(new_tokens_of(loaded, ids), new_tokens_of(model, ids))
 
 
 def test_tied_embeddings_are_saved_once(tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
-from kvshift.models.cache import empty_shift_cache, ensure_shift_cache
+from kvshift.models.cache import empty_shift_cache, ensure_shift_cache, stored_document_offset
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks, document_index
 from kvshift.models.versions import CACHE, refuse_unaware_peft, resolve_cache_argument
@@ -45,6 +45,27 @@ class ShiftedGeneration:
         return super()._prepare_attention_mask_for_generation(  # type: ignore[misc]
             inputs_tensor, generation_config, model_kwargs
         )
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+        """Count from the start of each row's last document if the cache holds several, as `forward` does."""
+        position_ids = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)  # type: ignore[misc]
+        cache = model_kwargs.get(CACHE)
+        begun = None if cache is None else stored_document_offset(cache)
+        if begun is None:
+            return position_ids
+        position_ids = position_ids.expand(len(begun), -1)
+        first = position_ids.gather(1, begun.to(position_ids.device).unsqueeze(1))
+        return (position_ids - first).clamp(min=0)
+
+    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
+        """Take `use_cache` from the configuration: config.json has a mark in its place, see `ShiftConfig.to_diff_dict`.
+
+        Transformers reads that file where there is no generation_config.json.
+        """
+        super().adjust_generation_fn(*args, **kwargs)  # type: ignore[misc]
+        settings: Any = self.generation_config  # type: ignore[attr-defined]
+        if isinstance(settings.use_cache, dict):
+            settings.use_cache = self.config.use_cache  # type: ignore[attr-defined]
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         """Restore the configured number of layers, which transformers does not do if a draft by early exit fails."""

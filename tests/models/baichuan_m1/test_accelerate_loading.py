@@ -45,8 +45,19 @@ def test_a_device_map_is_refused(tmp_path, empty, device_map, options):
         )
 
 
+IN_THE_MIDDLE = {f"model.{name}": "cpu" for name in ("embed_tokens", "norm", "rotary_emb", "layers.0", "layers.2")}
+
+
 @pytest.mark.parametrize(
-    "device_map", ["auto", {"": "cpu"}, {"model": "cpu", "lm_head": "disk"}, {"": "disk"}], ids=str
+    "device_map",
+    [
+        "auto",
+        {"": "cpu"},
+        {"model": "cpu", "lm_head": "disk"},
+        {"": "disk"},
+        {**IN_THE_MIDDLE, "model.layers.1": "disk", "lm_head": "cpu"},
+    ],
+    ids=str,
 )
 def test_from_pretrained_takes_a_device_map(tmp_path, device_map):
     expected = logits_of(load(write(tmp_path, shards=3)), IDS)

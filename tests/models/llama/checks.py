@@ -232,6 +232,22 @@ def check_documents_continued(model: PreTrainedModel) -> None:
         assert_next(model, [torch.cat([documents[1], token[0]])], cache, random_tokens(1, 1, seed=4))
 
 
+def check_documents_generated(model: PreTrainedModel) -> None:
+    """`generate` continues the last documents of rows in a cache, one of which has padding on the left."""
+    documents = [[random_tokens(length, seed=length) for length in lengths] for lengths in ((5, 4), (3, 2, 2), (8,))]
+    ids, mask = left_padded([torch.cat(row) for row in documents])
+    positions = torch.zeros_like(ids)
+    for row, of_row in zip(documents, positions, strict=True):
+        restarting = torch.cat([torch.arange(len(document)) for document in row])
+        of_row[len(of_row) - len(restarting) :] = restarting
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=24)):
+        logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        more = torch.cat([ids, logits[:, -1:].argmax(2)], dim=1)
+        generated = new_tokens_of(model, more, torch.cat([mask, mask[:, -1:]], dim=1), **{CACHE: cache})
+        last = [torch.cat([row[-1], one[-1:]]) for row, one in zip(documents, more, strict=True)]
+        assert_greedy(model, last, generated)
+
+
 @contextmanager
 def crops() -> Iterator[list[int]]:
     """Yield a list to which each `crop` of a cache adds the number of tokens that it takes back."""

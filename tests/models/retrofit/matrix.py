@@ -316,7 +316,7 @@ CELLS: dict[str, Callable[[str], None]] = {
         partial(shared.check_left_padding, cache_implementation="static"), shared.check_static_cache_in_pieces
     ),
     "compiled": check_compiled,
-    "packed": on_model(shared.check_documents, shared.check_documents_continued),
+    "packed": on_model(shared.check_documents, shared.check_documents_continued, shared.check_documents_generated),
     "4-D mask": check_pairs,
     "padding inside": partial(check_gaps, use_cache=False),
     "padding inside, cached": partial(check_gaps, use_cache=True),

@@ -116,7 +116,8 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
         return (model, report) if output_loading_info else model
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if len({parameter.is_meta for parameter in self.parameters()}) == 2:
+        is_root = not kwargs.get("prefix")  # only there does transformers set what is looked for
+        if is_root and len({parameter.is_meta for parameter in self.parameters()}) == 2:
             self._require_from_pretrained()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 

@@ -59,6 +59,8 @@ class KVShiftLlamaPreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
     config_class = KVShiftLlamaConfig
     _no_split_modules: ClassVar = ["KVShiftLlamaDecoderLayer", "LlamaDecoderLayer"]  # the second: add_kv_shift
     _can_record_outputs: ClassVar = {"hidden_states": LlamaDecoderLayer, "attentions": KVShiftLlamaAttention}
+    # Modules that are arguments, whose hooks of their own load their weights.
+    _skip_keys_device_placement: ClassVar = [*(LlamaPreTrainedModel._skip_keys_device_placement or ()), "norms"]
 
 
 class KVShiftLlamaModel(RotaryDecoder, KVShiftLlamaPreTrainedModel, LlamaModel):

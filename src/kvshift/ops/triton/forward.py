@@ -25,7 +25,7 @@ NO_ROW = tl.constexpr(-(2**31))
 @triton.jit
 def _head(x, b, head, stride_b, stride_g, ALIGN: tl.constexpr):
     """Return a pointer to a head. Strides are in units of ALIGN elements, so that the compiler knows the alignment."""
-    return x + (b * stride_b + head * stride_g) * ALIGN
+    return x + (b * stride_b + tl.cast(head, tl.int64) * stride_g) * ALIGN
 
 
 @triton.jit
