@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoTokenizer
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift_lab.commands.analyze.command import AnalyzeConfig, analyze
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.text import load_text_data
@@ -209,6 +211,22 @@ def test_the_last_line_is_that_of_the_saved_model(both, corpus):
     assert last["repeat_loss"] == pytest.approx(found["repeat_loss"], rel=1e-5)
     for head, score in zip(last["heads"], found["heads"], strict=True):
         assert head == pytest.approx(score, rel=1e-5)
+
+
+def test_only_tokens_of_the_tokenizer_are_drawn(corpus, tmp_path):
+    """A model may have more embeddings, for instance a multiple of 64; they are not trained."""
+    train(tiny(corpus, tmp_path, model={"vocab_size": 2048}, probes="induction"))
+    model = KVShiftLlamaForCausalLM.from_pretrained(tmp_path / "model").eval()
+    tokens = len(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokens:] = 100.0
+    found = probe_heads(model, tokens)
+    assert metrics(tmp_path, "probes")[-1]["repeat_loss"] == pytest.approx(found["repeat_loss"], rel=1e-5)
+    analyze(AnalyzeConfig(run=tmp_path, out=tmp_path / "before"))
+    model.save_pretrained(tmp_path / "model")
+    analyze(AnalyzeConfig(run=tmp_path, out=tmp_path / "after"))
+    before, after = (json.loads((tmp_path / name / "heads.json").read_text()) for name in ("before", "after"))
+    assert before["behaviour"] == after["behaviour"]
 
 
 def test_tensorboard_has_each_number(both):

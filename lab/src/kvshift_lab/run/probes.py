@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,8 +101,12 @@ def summarize_targets(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
 
 
 @torch.no_grad()
-def probe_heads(model: Any, config: RepeatConfig = _REPEATS) -> dict[str, Any]:
+def probe_heads(model: Any, vocab_size: int | None = None) -> dict[str, Any]:
     """Score all heads on repeated random tokens, and restore the model's modes and attention implementation.
+
+    Args:
+        model: a causal language model of transformers.
+        vocab_size: number of token ids to draw from; None for all that the model has.
 
     Returns:
         "heads": for each head, "layer", "head", "prefix_matching" (attention to the token after the earlier
@@ -109,7 +114,7 @@ def probe_heads(model: Any, config: RepeatConfig = _REPEATS) -> dict[str, Any]:
         heads of each of the four scores; "repeat_loss" in nats and "repeat_accuracy" on the second half.
     """
     with _in_eager_evaluation(model):
-        measured = measure_heads(model, config)
+        measured = measure_heads(model, replace(_REPEATS, highest_token=None if vocab_size is None else vocab_size - 1))
     heads = [
         {"layer": head.layer, "head": head.head, "prefix_matching": head.prefix_matching, **head.scores}
         for head in measured.heads
@@ -125,7 +130,8 @@ def probe_heads(model: Any, config: RepeatConfig = _REPEATS) -> dict[str, Any]:
 def check_probes(model: Any) -> None:
     """Raise a LabError for a model whose heads cannot be scored."""
     try:
-        probe_heads(model, RepeatConfig(rows=1))
+        with _in_eager_evaluation(model):
+            measure_heads(model, RepeatConfig(rows=1))
     except (LabError, ValueError) as error:
         raise LabError(f"probes: the heads of this model cannot be scored: {error}; leave probes out") from error
 

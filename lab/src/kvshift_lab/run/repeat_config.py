@@ -22,7 +22,7 @@ class RepeatConfig:
     lowest_token: int | None = None
     """Smallest token id in the sequences, for vocabularies that begin with unused ids. None: 0."""
     highest_token: int | None = None
-    """Largest token id in the sequences. None: the last of the vocabulary."""
+    """Largest token id in the sequences. None: the last of the tokenizer of a run, or of the model's vocabulary."""
     begin: int | None = None
     """Token id to put before each sequence and not repeat, such as the beginning-of-text token. None: no token."""
 

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvshift_lab.core.atomic import write_json
 from kvshift_lab.core.messages import log, no_log
 from kvshift_lab.data.packing import collate
-from kvshift_lab.data.tokenizers import save_tokenizer
+from kvshift_lab.data.tokenizers import save_tokenizer, vocab_size_of
 from kvshift_lab.run.folder import RunFolder, read_metrics
 from kvshift_lab.run.inputs import identify_inputs
 from kvshift_lab.run.lifecycle import (
@@ -117,6 +117,7 @@ def _run(
         train=data.train,
         validation=data.validation.select(range(min(config.eval_rows or len(data.validation), len(data.validation)))),
         collate=collate,
+        vocab_size=vocab_size_of(data.tokenizer),
     )
     if fsdp_is_ignored(trainer):
         log("FSDP is ignored: accelerate uses it only on GPUs. Each process has the full model (DDP)")

@@ -197,10 +197,12 @@ class LanguageModelTrainer(RunTrainer):
         train: Any,
         validation: Dataset,
         collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]],
+        vocab_size: int,
     ) -> None:
         self.sequence_losses: np.ndarray | None = None
         self.sequence_tokens: np.ndarray | None = None
         self._probes = getattr(config, "probes", None) is not None
+        self._vocab_size = vocab_size  # of the tokenizer: a model may have more embeddings, which are never trained
         self._probed: dict[str, Any] = {}
         super().__init__(
             model,
@@ -260,7 +262,7 @@ class LanguageModelTrainer(RunTrainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._probes:
             with self.compute_loss_context_manager():
-                self._probed = probe_heads(self.model) | self._probed
+                self._probed = probe_heads(self.model, self._vocab_size) | self._probed
             numbers = {name: value for name, value in self._probed.items() if name != "heads"}
             for head in self._probed["heads"]:
                 scores = {name: value for name, value in head.items() if name not in ("layer", "head")}

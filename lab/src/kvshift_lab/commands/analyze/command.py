@@ -26,6 +26,7 @@ from kvshift_lab.core.atomic import write_bytes, write_json
 from kvshift_lab.core.errors import LabError, RunFailedError
 from kvshift_lab.core.messages import log, no_log
 from kvshift_lab.core.options import to_json
+from kvshift_lab.data.tokenizers import vocab_size_of
 from kvshift_lab.run.head_scores import Measured, attention_maps, measure_heads, sequences_for
 from kvshift_lab.run.loading import load_tokenizer, load_weights
 from kvshift_lab.run.model_files import locate, model_folder
@@ -48,8 +49,8 @@ def analyze(config: AnalyzeConfig) -> Path:
     model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")
     lowest = _lowest_token(config.run) if config.lowest_token is None else config.lowest_token
     highest = config.highest_token
-    if highest is None and (tokens := getattr(model.config, "classes", None)) is not None:
-        highest = tokens - 1  # the embedding of the lab's GPT-2 may have more rows than there are tokens
+    if highest is None and (tokens := _number_of_tokens(model, config.run)) is not None:
+        highest = tokens - 1
     options = dataclasses.replace(config, lowest_token=lowest, highest_token=highest)
     measured = measure_heads(model, options)
     heads = [dataclasses.asdict(head) for head in measured.heads]
@@ -124,6 +125,13 @@ def _lowest_token(run: Path) -> int:
         return int(json.loads((run / "config.json").read_text(encoding="utf-8"))["task"]["lowest_id"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
+
+
+def _number_of_tokens(model: Any, run: Path) -> int | None:
+    """Return the number of token ids that a model was trained on, which may have more embeddings; None if not known."""
+    if (run / "tokenizer").is_dir():
+        return vocab_size_of(load_tokenizer(str(run / "tokenizer")))
+    return getattr(model.config, "classes", None)
 
 
 def _print_summary(heads: list[dict[str, Any]], measured: Measured, page: Path) -> None:
