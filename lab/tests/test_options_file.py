@@ -165,7 +165,7 @@ def test_a_wrong_value_is_refused_as_on_the_command_line(tmp_path, capsys, text,
     [
         ("steps: 10\nsteps: 20", r"options\.yaml cannot be read: steps is given twice"),
         ("data: {corpus: a, corpus: b}", "corpus is given twice"),
-        ("data.corpus: a\ndata: {corpus: b}", r"config: data\.corpus is given twice"),
+        ("data.corpus: a\ndata: {corpus: b}", r"options\.yaml: data\.corpus is given twice"),
     ],
 )
 def test_a_name_that_is_given_twice_is_refused(tmp_path, text, message):

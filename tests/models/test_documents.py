@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE
 
-from .llama.checks import logits_of
+from .llama.checks import logits_of, new_tokens_of
 from .llama.tiny import random_tokens, tiny_model
+from .registry import MODELS
 from .retrofit.tiny_families import shifted
 
 ATOL = 3e-5
@@ -253,3 +256,45 @@ def test_compiled_calls_refuse_too_and_count_windows_without_padding():
     )
     with pytest.raises(RuntimeError, match="the token before it or no earlier token"):
         compiled(ids, attention_mask=changed(causal, (4, 3)), use_cache=False)
+
+
+CHUNKS = pytest.param(
+    {"prefill_chunk_size": 2},
+    marks=pytest.mark.skipif(
+        Version(transformers.__version__) < Version("5.23"),
+        reason="the masks of its chunks have no columns for cached tokens, which is refused",
+    ),
+    id="chunks",
+)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Llama, queries too, window 4"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}, CHUNKS])
+def test_generate_continues_the_last_document_of_a_cache(name, options):
+    model = MODELS[name](dtype=torch.float64)
+    first, last, more = (random_tokens(1, length, seed=length) for length in (5, 4, 3))
+    cache = DynamicCache(config=model.config)
+    logits_of(model, torch.cat([first, last], dim=1), seq_idx=torch.tensor([[0] * 5 + [1] * 4]), **{CACHE: cache})
+    if "num_beams" in options:
+        cache.batch_repeat_interleave(options["num_beams"])  # which `generate` leaves to its caller
+    generated = new_tokens_of(model, torch.cat([first, last, more], dim=1), **{CACHE: cache}, **options)
+    assert torch.equal(generated, new_tokens_of(model, torch.cat([last, more], dim=1), **options))
+
+
+def test_generate_refuses_what_it_cannot_continue():
+    model = MODELS["Llama"]()
+    ids = random_tokens(1, 9)
+
+    def packed():
+        cache = DynamicCache(config=model.config)
+        logits_of(model, ids, seq_idx=torch.tensor([[0] * 5 + [1] * 4]), **{CACHE: cache})
+        return cache
+
+    more = torch.cat([ids, random_tokens(1, 1, seed=3)], dim=1)
+    with pytest.raises(ValueError, match=r"assisted decoding cannot continue a .* that holds several documents"):
+        new_tokens_of(model, more, prompt_lookup_num_tokens=2, **{CACHE: packed()})
+    with pytest.raises(ValueError, match=r"position_ids|attention_mask"):
+        model.generate(more[:, -1:], max_new_tokens=2, **{CACHE: packed()})
+    crossing = EncoderDecoderCache(packed(), DynamicCache())
+    with pytest.raises(ValueError, match="no cross-attention"):
+        new_tokens_of(model, more, **{CACHE: crossing})

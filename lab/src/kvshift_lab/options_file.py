@@ -55,7 +55,7 @@ def arguments(options: type, path: Path) -> list[str]:
     """Return the values of a file as arguments of the command line; values that are the default are left out."""
     known = {option.name: option for option in list_options(options)}
     found: list[str] = []
-    for name, value in _flat(_read(path)).items():
+    for name, value in _flat(_read(path), path).items():
         if is_removed(name, value):
             continue
         if name not in known:
@@ -92,17 +92,17 @@ class _Loader(yaml.SafeLoader):
     """A loader that refuses a name that is given twice, of which YAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
+        names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         if twice := [name for name in names if names.count(name) > 1]:
             raise yaml.MarkedYAMLError(problem=f"{twice[0]} is given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
-def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[Any, Any], path: Path, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
-        part = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        part = _flat(value, path, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
         if twice := found.keys() & part.keys():
-            raise LabError(f"config: {twice.pop()} is given twice")
+            raise LabError(f"config: {path}: {twice.pop()} is given twice")
         found |= part
     return found

@@ -93,6 +93,15 @@ def test_a_cut_in_the_last_line_is_where_it_was_asked_for(folder):
     assert [*map(len, train), *map(len, validation)] == [90, 11]
 
 
+def test_a_cut_in_the_last_line_of_a_document_is_moved_behind_it(folder):
+    for name, words in (("a", 60), ("b", 2)):
+        (folder / f"{name}.txt").write_text("word " * words + "\n")
+
+    train, validation = load(corpus=str(folder), validation_fraction=0.1)
+    assert [*map(len, train)] == [301, 0]
+    assert [*map(len, validation)] == [0, 11]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_validation_may_be_files_of_its_own(folder, streaming):
     train = write_lines(folder / "train.jsonl", NAMES[:20])

@@ -98,6 +98,13 @@ def test_a_run_that_diverged_decides_nothing(curve: Mapping[str, Any]) -> None:
         recipe.plot(given)
 
 
+def test_where_a_run_of_every_seed_diverged_there_is_still_a_figure() -> None:
+    given = [replace(one, result={"diverged_at": 170}) for one in records()]
+    for recipe in (FIG05, FIG06):
+        assert recipe.claims(given)[0].direction == "not shown"
+        assert "every seed" in recipe.plot(given).axes[0].get_title()
+
+
 def test_what_noise_hides_is_not_shown() -> None:
     found = directions(FIG06, records(gain=0.0, noise=0.01))
     assert list(found.values())[:3] == ["not shown"] * 3

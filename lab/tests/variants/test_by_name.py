@@ -95,6 +95,13 @@ def test_contradictions_are_named(options: dict, said: str) -> None:
         resolve_variant(ModelConfig(**options))
 
 
+@pytest.mark.parametrize("name", [None, "vanilla", "smear"])
+def test_what_a_run_without_shift_records_may_be_given_again(name: str | None) -> None:
+    options = with_variant(ModelConfig(), "vanilla")
+    recorded = replace(options, shift_window=2, shift_constraint="free", shift_init="uniform")
+    assert resolve_variant(replace(recorded, variant=name)).shift_targets == ()
+
+
 def test_digests_of_runs_from_before_there_were_others() -> None:
     options = to_json(TrainConfig(out="x"))
     before = {**options, "model": {name: value for name, value in options["model"].items() if name != "variant"}}

@@ -496,7 +496,8 @@ def _require_room(cache: Cache, layer: ShiftStaticSlidingWindowLayer, length: in
 
 def stored_document_offset(cache: Cache) -> Tensor | None:
     """Return the offset that `store_document_offset` stored, (B,); None if each row holds one document."""
-    return getattr(cache.layers[0], "document_offset", None) if cache.layers else None
+    layers = getattr(cache, "layers", None)
+    return getattr(layers[0], "document_offset", None) if layers else None
 
 
 def store_document_offset(cache: Cache, offset: Tensor, *, is_named: bool = True) -> None:

@@ -51,11 +51,12 @@ class ShiftedGeneration:
         position_ids = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)  # type: ignore[misc]
         cache = model_kwargs.get(CACHE)
         begun = None if cache is None else stored_document_offset(cache)
-        if begun is None:
+        if begun is None or position_ids.shape[1] <= cache.get_seq_length():
             return position_ids
-        position_ids = position_ids.expand(len(begun), -1)
-        first = position_ids.gather(1, begun.to(position_ids.device).unsqueeze(1))
-        return (position_ids - first).clamp(min=0)
+        rows = len(inputs_tensor)
+        begun = begun[:: max(len(begun) // rows, 1)]  # beams share their beginning
+        position_ids = position_ids.expand(rows, -1)
+        return position_ids - position_ids.gather(1, begun.to(position_ids.device).unsqueeze(1))
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """Take `use_cache` from the configuration: config.json has a mark in its place, see `ShiftConfig.to_diff_dict`.
@@ -69,6 +70,12 @@ class ShiftedGeneration:
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         """Restore the configured number of layers, which transformers does not do if a draft by early exit fails."""
+        cache = kwargs.get(CACHE)
+        if cache is not None and stored_document_offset(cache) is not None:
+            raise ValueError(
+                f"assisted decoding cannot continue a {CACHE} that holds several documents in a row: give the last "
+                "document alone"
+            )
         layers = self.config.num_hidden_layers
         try:
             return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]

@@ -183,13 +183,14 @@ def _tail_held_out(documents: datasets.Dataset, fraction: float) -> tuple[datase
 def _split_position(documents: datasets.Dataset, fraction: float) -> tuple[int, int]:
     """Return the document index and character index after `fraction` of all characters.
 
-    The position is moved to the start of the next line, if one begins in the document.
+    The position is moved to the start of the next line, if the document has one; not to the end of the text.
     """
     left = int(sum(map(len, _column(documents))) * fraction)
     for number, text in enumerate(_column(documents)):
         if left < len(text):
             line_end = text.find("\n", left)
-            return number, left if line_end in (-1, len(text) - 1) else line_end + 1
+            is_last = number == len(documents) - 1 and line_end == len(text) - 1
+            return number, left if line_end < 0 or is_last else line_end + 1
         left -= len(text)
     return len(documents), 0
 

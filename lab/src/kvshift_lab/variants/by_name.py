@@ -113,6 +113,10 @@ def with_variant(options: _Options, name: str) -> _Options:
     return replace(given, variant=kept, **dict(refinements(given)) | {"shift_targets": ()})
 
 
+# What a run without shift records where an option is None.
+_RECORDED = {"shift_window": 2, "shift_constraint": "free", "shift_init": "uniform"}
+
+
 def resolve_variant(options: _Options) -> _Options:
     """Check the options and return them with the values that `variant` implies; unchanged if it is None.
 
@@ -122,7 +126,7 @@ def resolve_variant(options: _Options) -> _Options:
     given: Any = options
     if given.variant is None:
         for name, default in refinements(given):
-            if given.shift_targets == () and getattr(given, name) not in (default, ()):
+            if given.shift_targets == () and getattr(given, name) not in (default, (), _RECORDED.get(name)):
                 raise LabError(
                     f"model.{name} is {getattr(given, name)!r}, but model.shift_targets is empty: nothing shifts"
                 )
@@ -136,7 +140,7 @@ def resolve_variant(options: _Options) -> _Options:
     made: Any = with_variant(options, given.variant)
     for name, default in refinements(given):
         value, fixed = getattr(given, name), getattr(made, name)
-        if value not in (default, fixed):
+        if value not in (default, fixed, _RECORDED.get(name)):
             why = f"for which it is {fixed!r}" if entry.shifts else "which shifts nothing"
             raise LabError(f"model.{name} is {value!r}, but model.variant is {given.variant}, {why}")
     return made

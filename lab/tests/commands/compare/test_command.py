@@ -142,6 +142,15 @@ def test_one_seed_ends_with_the_command_for_three(seeds, tmp_path, trained, unpl
     assert (html.escape(more) in (tmp_path / "report.html").read_text(encoding="utf-8")) == (seeds == 1)
 
 
+def test_a_file_that_makes_two_variants_the_same_model_is_refused(tmp_path, trained):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"shift_targets": ["k"]}))
+    config = config_for(tmp_path / "out", model=ModelConfig(config=path))
+    with pytest.raises(LabError, match="kv-shift and k-shift are the same model, K-shift"):
+        compare(replace(config, variants=("vanilla", "kv-shift", "k-shift")))
+    assert trained == []
+
+
 def test_a_file_of_a_model_without_shift_is_refused(tmp_path):
     path = tmp_path / "config.json"
     sizes = {"hidden_size": 16, "num_attention_heads": 2}

@@ -129,8 +129,9 @@ def _lowest_token(run: Path) -> int:
 
 def _number_of_tokens(model: Any, run: Path) -> int | None:
     """Return the number of token ids that a model was trained on, which may have more embeddings; None if not known."""
-    if (run / "tokenizer").is_dir():
-        return vocab_size_of(load_tokenizer(str(run / "tokenizer")))
+    for folder in (run / "tokenizer", run):
+        if (folder / "tokenizer.json").is_file():
+            return vocab_size_of(load_tokenizer(folder))
     return getattr(model.config, "classes", None)
 
 

@@ -103,7 +103,8 @@ def compare_jobs(config: CompareConfig) -> list[CompareJob]:
         jobs.append(CompareJob(arm=Arm(variant=variant), config=dataclasses.replace(train, model=model)))
     by_label: dict[str, str] = {}
     for job in jobs:
-        name, label = str(job.arm.variant), label_of(to_json(job.config.model))
+        given = expected_options if train.init_from is None else to_json  # the first reads `model.config`
+        name, label = str(job.arm.variant), label_of(given(job.config)["model"])
         if label in by_label:
             raise LabError(f"variants: with these options {by_label[label]} and {name} are the same model, {label}")
         by_label[label] = name

@@ -25,7 +25,7 @@ def sample(
 
     Args:
         folders: folders of finished runs on the same data.
-        prompt: text to continue; None for the first 16 tokens of the validation text.
+        prompt: text to continue; None for the first 16 tokens of the validation text, or half a sequence.
         tokens: maximum number of generated tokens; there are fewer if the model ends the text or has no more positions.
         temperature: sampling temperature; 0 for the most likely token each time.
         seed: seed of the generator of each model.
@@ -40,7 +40,7 @@ def sample(
     data = load_text_data(config.data, seed=config.seed, tokenizer_folder=next(iter(folders.values())) / "tokenizer")
     tokenizer = data.tokenizer
     if prompt is None:
-        ids = data.validation[0]["input_ids"][:_PROMPT_TOKENS].tolist()
+        ids = data.validation[0]["input_ids"][: min(_PROMPT_TOKENS, config.data.sequence_length // 2)].tolist()
         prompt = str(tokenizer.decode(ids))
     else:
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]

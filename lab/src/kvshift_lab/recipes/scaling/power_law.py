@@ -147,6 +147,11 @@ def _without_diverged(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.seed not in diverged]
 
 
+def _plot_without_diverged(plot: Callable[[Sequence[Record]], Figure], records: Sequence[Record]) -> Figure:
+    kept = _without_diverged(records)
+    return plot(kept) if kept else new_figure(["In every seed a run diverged"], ylabels=[LOSS])[0]
+
+
 def _unless_one_diverged(
     claims: Callable[[Sequence[Record]], Sequence[Claim]], records: Sequence[Record]
 ) -> Sequence[Claim]:
@@ -335,7 +340,7 @@ def scaling_recipe(
         entry=entry,
         source=source,
         arms=partial(_arms, longer=longer),
-        plot=lambda records: plot(_without_diverged(records)),
+        plot=partial(_plot_without_diverged, plot),
         claims=partial(_unless_one_diverged, claims),
         notes=read_notes(Path(__file__).with_name("notes.md")),
     )
