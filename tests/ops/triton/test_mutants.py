@@ -141,7 +141,10 @@ MUTANTS = {
         check_padding,
     ),
     "strides of other units": KernelMutant(
-        FORWARD, "(b * stride_b + head * stride_g) * ALIGN", "b * stride_b + head * stride_g", check_aligned_heads
+        FORWARD,
+        "(b * stride_b + tl.cast(head, tl.int64) * stride_g) * ALIGN",
+        "b * stride_b + tl.cast(head, tl.int64) * stride_g",
+        check_aligned_heads,
     ),
     "next state in wrong order": KernelMutant(FORWARD, "n + (T - N)", "T - 1 - n", check_next_state),
     "next state read past the end": KernelMutant(
