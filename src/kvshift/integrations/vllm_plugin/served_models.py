@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
@@ -53,7 +52,7 @@ class ServedBaichuanM1(ServedLlama):
                     raise ValueError(f"the checkpoint has both {first} and {name}, two names of one weight")
                 name, weight = f"{start}.{_COEFFICIENTS[last]}", to_coefficients(weight)
             elif start == "lm_head":
-                if last != "weight" or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                if last != "weight" or not weight.is_floating_point() or weight.itemsize == 1:
                     raise ValueError(f"the LM head must not be quantized, got {name} of {weight.dtype}")
                 weight = weight / row_lengths(weight)[:, None]  # at least float32
             yield name.replace("W_pack", "qkv_proj"), weight
