@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 from torch.fx import GraphModule
@@ -92,6 +95,35 @@ def test_compiled_decoding_is_compiled_once():
         assert torch.equal(v_t[:, 0], v_hat[:, t])
     assert state == new_state
     assert counter.frame_count == 1
+
+
+def test_compiled_calls_refuse_boundaries_of_another_row():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(kv_shift, backend=counter, dynamic=True)
+    coefficients = torch.rand(2, 2)
+    for length in (6, 7, 9):
+        x = torch.randn(1, length, 2, 3)
+        compiled(x, x, coefficients, coefficients, cu_seqlens=torch.tensor([0, 2, length]))
+        for numbers in ([0, 2, length - 1], [0, length + 1, length], [1, 2, length]):
+            with pytest.raises(RuntimeError, match="cu_seqlens must be non-decreasing from 0 to the number"):
+                compiled(x, x, coefficients, coefficients, cu_seqlens=torch.tensor(numbers))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # in torch
+@pytest.mark.parametrize("positions", [1, 2, 5])
+def test_backward_that_is_compiled_after_an_eager_forward(positions):
+    def gradients(compiled: bool) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        k, v = (torch.randn(2, positions, 2, 4, generator=generator).requires_grad_() for _ in range(2))
+        coefficients = torch.rand(2, 2, generator=generator).requires_grad_()
+        k_hat, v_hat, _ = kv_shift(k, v, coefficients, coefficients, backend="eager")
+        loss = k_hat.pow(2).sum() + v_hat.pow(3).sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")) if compiled else nullcontext():
+            loss.backward()
+        return [cast(Tensor, x.grad) for x in (k, v, coefficients)]
+
+    torch.testing.assert_close(gradients(True), gradients(False))
 
 
 @pytest.mark.slow

@@ -16,14 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from kvshift.ops.arguments import Call, Norms
 from kvshift.ops.decode import CoefficientCache, next_token
 from kvshift.ops.dispatch import (
-    FusedPath,
     fused_path,
     gain_and_epsilon,
     is_compiling_training,
     launch_key,
 )
 from kvshift.ops.reference import norm_rope_reference
-from kvshift.ops.rope import Rotary, rotate_heads
+from kvshift.ops.rope import Rotary, apply_rotary
 from kvshift.ops.shift import check_call, shift_keys_values, shift_tokens, unpack_state, with_plan
 from kvshift.ops.state import ShiftState
 from kvshift.ops.triton.call import shift_triton, was_launched
@@ -81,11 +80,8 @@ def shift_norm_rope(
     )  # fmt: skip
     key = launch_key(call)
     path = fused_path(call, key)
-    return next_token(call, coefficient_cache or CoefficientCache()) if path == "next token" else run(path, call, key)
-
-
-def run(path: FusedPath, call: Call, key: LaunchKey | None = None) -> Results:
-    """Run `shift_norm_rope` on a path that has been chosen, other than "next token"."""
+    if path == "next token":
+        return next_token(call, coefficient_cache or CoefficientCache())
     if path == "launch":
         return _launch(call, key)
     return _unfused(call, _finish_by_loops if path == "reference" else _finish)
@@ -165,7 +161,9 @@ def _finish(
 ) -> tuple[Tensor | None, Any]:
     if norms is not None:
         q, k = q if q is None else norms[0](q), k if k is None else norms[1](k)
-    return (q, k) if rotary is None else rotate_heads(q, k, rotary)
+    if rotary is not None:
+        q, k = q if q is None else apply_rotary(q, rotary), k if k is None else apply_rotary(k, rotary)
+    return q, k
 
 
 def _finish_by_loops(

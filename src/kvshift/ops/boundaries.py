@@ -160,7 +160,7 @@ def plan_shift(
         behind = rank - first.unsqueeze(2)  # -1 is the newest row of state
         from_state = (state.unsqueeze(2) + behind).clamp(min=NO_ROW)
         if at_rank is not None:
-            index = torch.where(behind >= 0, rank, positions).clamp(max=positions)
+            index = torch.where(behind >= 0, rank, positions)
             rank = at_rank.gather(1, index.flatten(1)).view_as(index)
         return torch.where(behind >= 0, rank, from_state)
 

@@ -205,8 +205,9 @@ def _is_next_token(call: Call) -> bool:
     q, k, v, alpha, beta, k_state, v_state = call[:7]
     if call.gamma is not None or not call.cu_seqlens is call.seq_idx is call.mask is None:
         return False
-    if not (isinstance(k, Tensor) and isinstance(q, Tensor) and isinstance(v, Tensor)):
-        return False
+    tensors: tuple[Any, ...] = call[:7]
+    if q is None or k is None or v is None or not all(x is None or type(x) in PLAIN_TENSOR_TYPES for x in tensors):
+        return False  # it computes in place
     of_q, of_k, of_v = q.shape, k.shape, v.shape
     if not len(of_q) == len(of_k) == len(of_v) == 4:
         return False
@@ -214,9 +215,6 @@ def _is_next_token(call: Call) -> bool:
     if positions != 1 or of_q != (batch, 1, of_q[2], size) or of_v != (batch, 1, heads, of_v[3]):
         return False
     if not (q.dtype is v.dtype is k.dtype and q.layout is v.layout is k.layout is torch.strided):
-        return False
-    tensors: tuple[Any, ...] = call[:7]
-    if not all(x is None or type(x) in PLAIN_TENSOR_TYPES for x in tensors):  # it computes in place
         return False
     if alpha is beta is None:
         return True
@@ -271,4 +269,5 @@ def has_plain_forward(norm: nn.Module) -> bool:
 def _is_plain(norm: nn.Module) -> bool:
     """Return True if calling the norm computes the formula of `Norms` with a gain, and nothing else."""
     hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
-    return has_plain_forward(norm) and isinstance(norm.weight, Tensor) and not any(hooks)
+    hooked = any(hooks) or nn.modules.module._has_any_global_hook()
+    return has_plain_forward(norm) and isinstance(norm.weight, Tensor) and not hooked

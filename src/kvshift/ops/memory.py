@@ -54,6 +54,6 @@ def is_lazy(x: Tensor) -> bool:
     return x.is_neg() or x._is_zerotensor()
 
 
-def resolve(x: Tensor) -> Tensor:
-    """Return x with its numbers in memory: x itself, or a copy if it `is_lazy`."""
-    return x.clone() if is_lazy(x) else x
+def resolve(x: Any) -> Any:
+    """Return x with its numbers in memory: a copy if it is a tensor that `is_lazy`, and otherwise x itself."""
+    return x.clone() if isinstance(x, Tensor) and is_lazy(x) else x

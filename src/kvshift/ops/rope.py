@@ -43,9 +43,3 @@ def rotate_half(x_BTHD: Tensor, table: Rotary) -> Tensor:
 def apply_rotary(x_BTHD: Tensor, table: Rotary) -> Tensor:
     """Apply `rotate_half` with tables as wide as a head, and `rotate` with tables half as wide."""
     return (rotate_half if table[0].shape[-1] == x_BTHD.shape[-1] else rotate)(x_BTHD, table)
-
-
-def rotate_heads(q_BTHD: Tensor | None, k_BTGD: Tensor | None, table: Rotary) -> tuple[Tensor | None, Tensor | None]:
-    """Apply `apply_rotary` to queries and keys; None stays None."""
-    q = None if q_BTHD is None else apply_rotary(q_BTHD, table)
-    return q, None if k_BTGD is None else apply_rotary(k_BTGD, table)

@@ -17,7 +17,7 @@ from kvshift.ops.cpu.kernel import shift_cpu
 from kvshift.ops.dispatch import launch_key, shift_path
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
-from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_traceable, state_after
+from kvshift.ops.torch_ops import is_exporting, needs_traceable_ops, shift_eager, shift_traceable, state_after
 from kvshift.ops.triton.call import shift_triton, was_launched
 from kvshift.ops.triton.compiled_launch import LaunchKey
 
@@ -258,15 +258,18 @@ def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | Non
         raise TypeError(f"cu_seqlens must be of dtype torch.int32 or torch.int64; {_describe(cu_seqlens=cu_seqlens)}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens must be (sequences + 1,) on {x.device}; {_describe(cu_seqlens=cu_seqlens)}")
-    if not torch.compiler.is_compiling() and not needs_traceable_ops():
-        _check_cu_seqlens(cu_seqlens, positions)
+    check_cu_seqlens("cu_seqlens", cu_seqlens, positions)
     return cu_seqlens.shape[0] - 1
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, positions: int) -> None:
+    """Raise a ValueError unless boundaries rise from 0 to `positions`; a RuntimeError on GPUs and in compiled calls."""
+    if needs_traceable_ops() or is_exporting():  # such a program must not depend on data
+        return
     valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == positions) & (cu_seqlens.diff() >= 0).all()
-    message = f"cu_seqlens must be non-decreasing from 0 to {positions}, the number of positions"
-    if cu_seqlens.device.type != "cpu":
+    number = "" if torch.compiler.is_compiling() else f"{positions}, "  # would be a constant of the compiled program
+    message = f"{name} must be non-decreasing from 0 to {number}the number of positions"
+    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         torch.ops.aten._assert_async.msg(valid, message)  # does not synchronise with the device
     elif not valid:
         raise ValueError(f"{message}; got {cu_seqlens.tolist()}")

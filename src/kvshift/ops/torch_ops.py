@@ -259,11 +259,9 @@ def make_differentiable(
         def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
             x, coefficients, state, sources, readers = ctx.saved_tensors
             if needs_traceable_ops(grad_y):
-
-                def traceable(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
-                    return weighted_sum(x, coefficients, state, sources).to(x.dtype)
-
-                return *cast(Any, torch.func.vjp(traceable, x, coefficients, state))[1](grad_y), None, None
+                inputs = x, coefficients, state
+                found = gradients(lambda x, c, h: weighted_sum(x, c, h, sources).to(x.dtype), inputs, grad_y)
+                return *found, None, None
             return *backward(grad_y, x, coefficients, state, sources, readers), None, None
 
     def shift(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
@@ -297,6 +295,9 @@ def shift_eager_backward(
     grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, coefficients and state; see `make_differentiable`."""
+    if readers is None and torch.compiler.is_compiling():  # compiled autograd after an eager forward, without a plan
+        plan = plan_without_boundaries(x.shape[1], coefficients.shape[1], by_batch(state, x).shape[1], x.device)
+        sources, readers = plan.sources, plan.readers
     lags, slots = _lags(coefficients, x), by_batch(state, x).shape[1]
     dtype = lags[0].weight.dtype
     partial_sums: list[list[Tensor]] = [[] for _ in lags]  # (G, D), of each block

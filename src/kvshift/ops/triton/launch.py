@@ -82,6 +82,8 @@ def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
     Args:
         strided: the tensors that are read by their strides, starting with those for q, k and v.
     """
+    import triton.language as tl
+
     rotated, normed = x.cos is not None, x.k_scale is not None
     tiling = TILING[f"{direction}, rotated" if rotated else direction]
     _, positions, _, size = x.k.shape
@@ -111,17 +113,10 @@ def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
         "BLOCK_V": block_v,
         "ALIGN": align,
         "ALIGN_TABLE": align_table,
-        "ACC": _accumulator(x.k),
+        "ACC": tl.float64 if wide else tl.float32,
         "num_warps": tiling.warps,
     }
     return _Grid(tiles, sum(lanes), sizes, constants)
-
-
-def _accumulator(x: Tensor) -> Any:
-    """Return `compute_dtype` as a Triton dtype."""
-    import triton.language as tl
-
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
 def _power_of_2(n: int) -> int:

@@ -47,7 +47,7 @@ class Operator:
         traceable_backward: Callable[..., Results] | None = None,
     ) -> None:
         def whole(*args: Any) -> Any:
-            results, like = launch(*map(_resolve, args)), next(x for x in args if isinstance(x, Tensor))
+            results, like = launch(*map(resolve, args)), next(x for x in args if isinstance(x, Tensor))
             return type(results)(like.new_empty(0) if y is None else y for y in results)
 
         operator = torch.library.custom_op(f"kvshift::{name}", whole, mutates_args=(), schema=schema)
@@ -73,7 +73,7 @@ class Operator:
             elif isinstance(x, Tensor):
                 return self._registered(*args)
         if lazy:
-            args = tuple(map(_resolve, args))
+            args = tuple(map(resolve, args))
         if records and self._apply is not None and torch.is_grad_enabled():
             return self._apply(*args)
         return self.launch(*args)
@@ -99,7 +99,3 @@ def _autograd_function(
 
     members = {"forward": staticmethod(launch_and_save), "backward": staticmethod(backward_of_either)}
     return type(name, (torch.autograd.Function,), members)
-
-
-def _resolve(x: Any) -> Any:
-    return resolve(x) if isinstance(x, Tensor) else x
