@@ -98,6 +98,20 @@ def assert_equal(case: FusedCase, **options: Any) -> None:
         torch.testing.assert_close(x, expected[name], rtol=rtol, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_norms_are_called_where_a_hook_watches_all_modules(launches):
+    case = random_fused(4, dtype=torch.float64, norm=False)
+    pair = (norm(case.k.shape[3]), norm(case.k.shape[3]))
+    called: list[nn.Module] = []
+
+    def op(*args: Any, norms: None, **options: Any) -> Any:
+        return shift_norm_rope(*args, norms=pair, **options)
+
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module)):
+        assert_equal(case, op=op)
+    assert called == [*pair] * 2
+    assert launches == [0]
+
+
 @pytest.mark.parametrize("first", [False, True], ids=["of keys", "of queries"])
 @pytest.mark.parametrize("name", OTHER_NORMS)
 def test_other_norms_are_applied_as_they_are(name, first, launches):

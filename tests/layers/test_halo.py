@@ -127,10 +127,11 @@ def test_errors_name_the_argument(alone, changed: dict, error: type, message: st
         ([K], 0, ValueError, "rows must be at least 1"),
         ([], 1, ValueError, "tensors must hold at least one tensor, got none"),
         ([K, None], 1, TypeError, r"tensors\[1\] must be a tensor"),
+        (K, 1, TypeError, r"tensors must be a sequence of tensors, such as \[k, v\], got a Tensor"),
         ([K[:, 0, 0, 0]], 1, ValueError, r"tensors\[0\] must be"),
     ],
 )
-def test_errors_of_the_exchange(alone, tensors: list, rows: int, error: type, message: str):
+def test_errors_of_the_exchange(alone, tensors, rows: int, error: type, message: str):
     with pytest.raises(error, match=message):
         exchange_halo(tensors, rows)
 

@@ -24,7 +24,7 @@ from kvshift.layers.positions import (
     visible_keys,
 )
 from kvshift.layers.sequence_sharding import refuse_sharded_sequence
-from kvshift.layers.shift import KVShift, shift_type_error
+from kvshift.layers.shift import KVShift, require_targets
 from kvshift.ops import ShiftState
 from kvshift.ops.dispatch import register_norm
 from kvshift.ops.shift import check_boundaries, check_tensor
@@ -168,8 +168,7 @@ class KVShiftAttention(nn.Module):
         Raises:
             TypeError, ValueError: an argument has the wrong type, dtype, device or shape; the message names it.
         """
-        if not hasattr(self.shift, "targets"):
-            raise shift_type_error(self.shift)
+        require_targets(self.shift)
         if self.shift.targets:
             refuse_sharded_sequence()
         self._check(x, positions)

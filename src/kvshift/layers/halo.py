@@ -152,6 +152,8 @@ def exchange_halo(
             some ranks only, or if their arguments differ, every rank raises a ValueError that lists them.
         RuntimeError: the same, on a GPU and in compiled code: an assertion on the device fails.
     """
+    if isinstance(tensors, Tensor):
+        raise TypeError("tensors must be a sequence of tensors, such as [k, v], got a Tensor")
     return _exchange({f"tensors[{i}]": x for i, x in enumerate(tensors)}, rows, group, layout)
 
 

@@ -202,12 +202,13 @@ def constrain(parameter: Tensor, constraint: Constraint) -> Tensor:
     return parameter
 
 
-def shift_type_error(module: nn.Module) -> TypeError:
-    """Return the error for a module that replaces a `KVShift` and hides its attributes, such as `targets`."""
-    return TypeError(
-        f"shift must be a KVShift, got a {type(module).__name__}. PEFT's target_parameters cannot adapt its "
-        'coefficients; train them directly: modules_to_save=["shift"]'
-    )
+def require_targets(module: nn.Module) -> None:
+    """Raise a TypeError for a module that replaces a `KVShift` and hides its attributes, such as `targets`."""
+    if not hasattr(module, "targets"):
+        raise TypeError(
+            f"shift must be a KVShift, got a {type(module).__name__}. PEFT's target_parameters cannot adapt its "
+            'coefficients; train them directly: modules_to_save=["shift"]'
+        )
 
 
 @cache
