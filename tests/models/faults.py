@@ -95,12 +95,16 @@ def static_state_not_written(patch: Patch) -> None:
 
 def padding_ignored(patch: Patch) -> None:
     """Apply the mask in attention only."""
-    patch.setattr(documents, "padding_mask", lambda attention_mask, positions: None)
+    patch.setattr(documents, "padding_mask", lambda attention_mask, positions, cache=None: None)
 
 
 def padding_of_the_first_columns(patch: Patch) -> None:
     """Take the first columns of the whole mask instead of the last ones."""
-    patch.setattr(documents, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
+    patch.setattr(
+        documents,
+        "padding_mask",
+        lambda mask, positions, cache=None: None if mask is None else mask[:, :positions] != 0,
+    )
 
 
 def documents_ignored(patch: Patch) -> None:

@@ -56,6 +56,13 @@ def test_an_unknown_field_near_a_known_one_is_refused_by_constructors_and_warned
         assert getattr(loaded, field) == 3  # kept, as transformers keeps it
 
 
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "baichuan_m1"])
+@pytest.mark.parametrize("field", ["targets", "window", "constraint", "init"])
+def test_the_names_of_shift_options_are_no_fields(name, field):
+    with pytest.raises(ValueError, match=MESSAGE.format(field, 3, f"shift_{field}")):
+        CLASSES[name](**{field: 3})
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_converted_model_with_such_a_field_is_loaded(tmp_path, family):
     model = add_kv_shift(stock(family, eos_token_ids=[1]))

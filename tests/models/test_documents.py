@@ -134,8 +134,28 @@ def test_a_mask_of_the_new_tokens_alone_is_refused():
     logits_of(model, ids[:, :4], **{CACHE: store})
     with pytest.raises(ValueError, match=r"attention_mask must be \(2, 6\), 4 tokens in the cache and 2 new ones"):
         model(ids[:, 4:], attention_mask=torch.ones(2, 2), **{CACHE: store})
-    with pytest.raises(ValueError, match=r"attention_mask must be \(2, 6\), .*, got \(2, 7\)"):
-        model(ids[:, 4:], attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1, 1]] * 2), **{CACHE: store})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "store", ["none", "dynamic", "static", pytest.param("static, compiled", marks=pytest.mark.slow)]
+)
+def test_a_mask_of_fixed_width(kind: str, store: str):
+    """Transformers reads the columns of the tokens so far; zeros of those that follow are no padding."""
+    model, row = KINDS[kind](), random_tokens(2, 6)
+    mask = torch.zeros(2, 12, dtype=torch.long)
+    mask[:, :6] = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    expected = logits_of(model, row, attention_mask=mask[:, :6], use_cache=False)
+    cache, spans = None, [slice(0, 6)]
+    if store != "none":
+        spans = [slice(0, 3), slice(3, 4), slice(4, 6)]
+        cache = DynamicCache(config=model.config) if store == "dynamic" else StaticCache(model.config, max_cache_len=12)
+    call = torch.compile(model, backend="eager") if "compiled" in store else model
+    given: dict[str, Any] = {"use_cache": False} if cache is None else {CACHE: cache}
+    pieces = [logits_of(call, row[:, at], attention_mask=mask, **given) for at in spans]
+    torch.testing.assert_close(
+        torch.cat(pieces, dim=1)[mask[:, :6] == 1], expected[mask[:, :6] == 1], atol=ATOL, rtol=0
+    )
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -172,6 +192,7 @@ FLASH: dict[str, tuple[dict[str, Any], bool]] = {
     "by seq_idx alone: position_ids are made from it": ({"seq_idx": RESTART // 2}, True),
     "by seq_idx, position_ids continue": ({"position_ids": torch.arange(5)[None], "seq_idx": RESTART // 2}, False),
     "padding": ({"position_ids": RESTART, "attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, False),
+    "no padding": ({"position_ids": RESTART, "attention_mask": torch.ones(1, 5)}, True),
     "several rows": ({"position_ids": RESTART.expand(2, -1)}, False),
     "increasing": ({"position_ids": torch.arange(3, 8)[None]}, True),
     "jumps, one document by seq_idx": (
@@ -188,16 +209,20 @@ FLASH: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize(("given", "right"), FLASH.values(), ids=FLASH)
-def test_flash_attention_would_separate_what_is_named(given: dict[str, Any], right: bool):
+def test_flash_attention_would_separate_what_is_named(given: dict[str, Any], right: bool, compiled: bool):
     """It begins a document wherever position_ids are 0, unless they increase by one everywhere."""
+    torch._dynamo.reset()
     config = tiny_model().config
     config._attn_implementation = "flash_attention_2"
     given = {"attention_mask": None, "past_key_values": None, "position_ids": None, **given}
     batch = 1 if given["position_ids"] is None else len(given["position_ids"])
-    refused = pytest.raises(ValueError, match="flash attention separates documents only within one unpadded row")
+    error = RuntimeError if compiled else ValueError
+    refused = pytest.raises(error, match="flash attention separates documents only within one unpadded row")
+    call = torch.compile(create_masks, backend="aot_eager") if compiled else create_masks
     with nullcontext() if right else refused:
-        create_masks(config, torch.zeros(batch, 5, 42), **given)
+        call(config, torch.zeros(batch, 5, 42), **given)
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
@@ -256,6 +281,44 @@ def test_compiled_calls_refuse_too_and_count_windows_without_padding():
     )
     with pytest.raises(RuntimeError, match="the token before it or no earlier token"):
         compiled(ids, attention_mask=changed(causal, (4, 3)), use_cache=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_compiled_window_over_a_cache_refuses_padding_between_tokens(static: bool):
+    torch._dynamo.reset()
+    model, ids = tiny_model(sliding_window=3), random_tokens(2, 10)
+    compiled = torch.compile(model, backend="aot_eager")
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, :2] = 0
+    expected = logits_of(model, ids, attention_mask=mask, use_cache=False)
+    for between in (False, True):
+        mask[1, 3:6] = 1 - int(between)
+        store = StaticCache(config=model.config, max_cache_len=10) if static else DynamicCache(config=model.config)
+        first = logits_of(compiled, ids[:, :6], attention_mask=mask[:, :6], **{CACHE: store})
+        if not between:
+            second = logits_of(compiled, ids[:, 6:], attention_mask=mask, **{CACHE: store})
+            torch.testing.assert_close(torch.cat([first, second], 1)[mask == 1], expected[mask == 1], rtol=0, atol=ATOL)
+            continue
+        with pytest.raises(RuntimeError, match="attention_mask must have no padding between tokens"):
+            logits_of(compiled, ids[:, 6:], attention_mask=mask, **{CACHE: store})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.function\.Function'>:DeprecationWarning")  # in torch
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_compiled_window_over_a_cache_takes_documents_with_padding_between(static: bool):
+    torch._dynamo.reset()
+    model, ids = tiny_model(sliding_window=3), random_tokens(1, 12)
+    given = {
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0]]),
+        "position_ids": torch.arange(6).repeat(2)[None],
+    }
+    expected = logits_of(model, ids, use_cache=False, **given)
+    store = StaticCache(config=model.config, max_cache_len=12) if static else DynamicCache(config=model.config)
+    got = logits_of(torch.compile(model, backend="aot_eager"), ids, **given, **{CACHE: store})
+    real = given["attention_mask"] == 1
+    torch.testing.assert_close(got[real], expected[real], rtol=0, atol=ATOL)
 
 
 CHUNKS = pytest.param(

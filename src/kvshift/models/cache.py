@@ -484,14 +484,29 @@ def _gap_begins(mask: Tensor, not_padding_BT: Tensor) -> bool:
     return bool((latest[:, :-1] & ~latest[:, 1:]).any())
 
 
+def counts_padding(cache: Cache, length: int) -> bool:
+    """Return whether sliding-window layers of a compiled call count padding between two of `length` positions.
+
+    They do if the window can exclude any, as compiled calls do not sort entries; see `compact_padding`.
+    """
+    layer: Any = next((layer for layer in cache.layers if getattr(layer, "is_sliding", False)), None)
+    if isinstance(layer, ShiftStaticSlidingWindowLayer):
+        return _excludes(cache, layer, length)
+    return isinstance(layer, ShiftCacheLayer) and not layer.is_compacted and length > layer.sliding_window
+
+
 def _require_room(cache: Cache, layer: ShiftStaticSlidingWindowLayer, length: int) -> None:
     """Raise a ValueError if the window can exclude any of `length` positions: it would count padding among them."""
-    longest = max(layer.max_cache_len for layer in cache.layers)
-    if max(longest, length) > layer.max_cache_len:
+    if _excludes(cache, layer, length):
         raise ValueError(
             "attention_mask must be padded on the left with a static cache that is longer than the sliding window, "
             "which would count padding after a token: use a DynamicCache"
         )
+
+
+def _excludes(cache: Cache, layer: ShiftStaticSlidingWindowLayer, length: int) -> bool:
+    longest = max(layer.max_cache_len for layer in cache.layers)  # type: ignore[attr-defined]
+    return max(longest, length) > layer.max_cache_len
 
 
 def stored_document_offset(cache: Cache) -> Tensor | None:
@@ -537,7 +552,8 @@ def check_recording(
     if seq_idx is not None:
         raise ValueError("a cache that records its past for `crop` cannot hold several documents in a row")
     if not_padding_BT is not None and isinstance(attention_mask, Tensor) and recording[0].window > 1:
-        of_tokens = attention_mask if attention_mask.ndim == 2 else not_padding_BT
+        end = recording[0].get_seq_length() + not_padding_BT.shape[1]
+        of_tokens = attention_mask[:, :end] if attention_mask.ndim == 2 else not_padding_BT
         begun = of_tokens.cumsum(1)[:, -not_padding_BT.shape[1] :] > 0
         if (begun & ~not_padding_BT).any():
             raise ValueError(

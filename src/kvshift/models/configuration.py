@@ -92,7 +92,7 @@ def check_unknown_fields(config: Any, unknown: dict[str, Any]) -> None:
     of_shift = [name for name in known if name.startswith("shift_")]
     for name, value in unknown.items():
         close = get_close_matches(name, known, n=1, cutoff=0.85)
-        if close or name.startswith("shift_"):
+        if close or name.startswith("shift_") or f"shift_{name}" in known:
             message = f"unknown configuration field {name!r} (value {value!r}); known: {', '.join(close or of_shift)}"
             if "model_type" not in unknown:
                 raise ValueError(message)

@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
 from kvshift.layers.sequence_sharding import refuse_sharded_sequence
-from kvshift.layers.shift import shift_type_error
+from kvshift.layers.shift import require_targets
 from kvshift.models.cache import check_recording, ensure_shift_cache, require_growth, store_document_offset, token_count
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks
@@ -45,6 +45,15 @@ class ShiftedPreTrainedModel:
 
     config_class: type[Any]
     _keep_in_fp32_modules_strict: ClassVar = ["shift"]
+
+    @property
+    def name_or_path(self) -> str:
+        """Where the weights are from. After `add_kv_shift` it is only in the configuration."""
+        return vars(self).get("name_or_path", self.config.name_or_path)  # type: ignore[attr-defined]
+
+    @name_or_path.setter
+    def name_or_path(self, name: str) -> None:
+        vars(self)["name_or_path"] = name
 
     def _check_config(self, config: Any) -> None:
         warn_if_untested()
@@ -254,8 +263,7 @@ def shift_and_cache(
     Returns:
         q (B, H, T, D); k and v (B, G, length, D), cached tokens included.
     """
-    if not hasattr(shift, "targets"):
-        raise shift_type_error(shift)
+    require_targets(shift)
     options: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is None or not shift.targets:
         q, k, v, _ = shift(q, k, v, keep_state=False, **options)
@@ -402,9 +410,7 @@ class RotaryDecoder(ShiftedDecoder):
     norm: nn.Module
     rotary_emb: nn.Module
     has_llama_layers: ClassVar[bool] = False  # whether there are layers with `ShiftedAttention.llama_norm`
-    rotates_halves: ClassVar[bool] = (
-        True  # whether layers rotate with `kvshift.ops.rope`, not with functions of a family
-    )
+    rotates_halves: ClassVar[bool] = True  # whether layers rotate with `kvshift.ops.rope`, not with a family's function
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> Any:
         """Return the tables of transformers, (L, T, D), for all attention layers, or a dict of them by layer type."""

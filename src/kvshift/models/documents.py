@@ -16,10 +16,11 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import is_torchdynamo_compiling
 
-from kvshift.models.cache import compact_padding, stored_document_offset
+from kvshift.models.cache import compact_padding, counts_padding, stored_document_offset
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE
 from kvshift.ops.boundaries import document_starts, sequence_of_positions
+from kvshift.ops.shift import check_cu_seqlens
 from kvshift.ops.torch_ops import is_exporting
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -41,8 +42,9 @@ def create_masks(
     """Create the masks of attention, padding and documents that all layers use.
 
     Args:
-        attention_mask: (B, length so far), 1 on tokens and 0 on padding; or a 4D mask (see `pair_structure`), which
-            then alone decides what attention sees: documents given by other arguments must agree with it.
+        attention_mask: (B, length so far), 1 on tokens and 0 on padding; further columns have no effect. Or a 4D mask
+            (see `pair_structure`), which then alone decides what attention sees: documents given by other arguments
+            must agree with it.
 
     Returns:
         A dict. "attention": the mask of the attention scores; if `config.layer_types` has several types, one such mask
@@ -68,8 +70,8 @@ def create_masks(
             scores = inputs_embeds.new_zeros(attention_mask.shape)
             attention_mask = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
     else:
-        _require_columns(attention_mask, batch, positions, past_key_values)
-        padding = padding_mask(attention_mask, positions)
+        attention_mask = _of_tokens_so_far(attention_mask, batch, positions, past_key_values)
+        padding = padding_mask(attention_mask, positions, past_key_values)
         documents = named = document_index(
             batch, positions, padding, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens, position_ids=position_ids
         )
@@ -79,9 +81,7 @@ def create_masks(
         seen = _num_cached_tokens(past_key_values)
         offsets = document_offsets(_document_numbers(named, inputs_embeds), seen, begun)
     if attention.startswith("flash_attention"):
-        check_flash_documents(
-            documents, batch=batch, continues=begun is not None, not_padding_BT=padding, position_ids=position_ids
-        )
+        check_flash_documents(documents, batch=batch, begun=begun, not_padding_BT=padding, position_ids=position_ids)
     layer_types = sorted(set(config.layer_types))
     tokens: dict[str, Any] = {"attention_mask": attention_mask, "and_mask_function": same_document(offsets, seen)}
     windows = tokens
@@ -111,31 +111,36 @@ def create_token_masks(
         named: seq_idx and cu_seq_lens, as in `document_index`.
     """
     batch, positions = inputs_embeds.shape[:2]
-    _require_columns(attention_mask, batch, positions, None)
+    attention_mask = _of_tokens_so_far(attention_mask, batch, positions, None)
     padding = padding_mask(attention_mask, positions)
     documents = document_index(batch, positions, padding, position_ids=position_ids, **named)
     offsets = None if documents is None else document_offsets(documents, 0, None)
     return {"attention": None, "padding": padding, "documents": documents, "offsets": offsets}
 
 
-def _require_columns(attention_mask: Tensor | None, batch: int, positions: int, cache: Cache | None) -> None:
-    """Raise a ValueError unless a mask of two dimensions has a column for every token so far.
+def _of_tokens_so_far(attention_mask: Tensor | None, batch: int, positions: int, cache: Cache | None) -> Tensor | None:
+    """Return the columns of a mask of two dimensions up to the last token of this call.
 
-    More columns are accepted where none is 0, and without earlier tokens, where PEFT's Shadow gives them. Compiled
-    calls are not checked, nor is a static cache whose length is a tensor on the device.
+    Transformers does not read further ones, as in a mask that has the width of a static cache from the start. (Compiled
+    calls with a static cache get them all: a traced graph must not depend on data.)
+
+    Raises:
+        ValueError: the mask has other rows, or lacks a column for a token.
     """
-    if attention_mask is None or torch.compiler.is_compiling():
-        return
+    if attention_mask is None or is_exporting():
+        return attention_mask
     seen = _num_cached_tokens(cache)
-    if not isinstance(seen, int):
-        return
+    if isinstance(seen, Tensor):
+        if torch.compiler.is_compiling():
+            return attention_mask
+        seen = int(seen)
     rows, columns = attention_mask.shape
-    more = columns - (seen + positions)
-    if rows != batch or more < 0 or (more > 0 and seen > 0 and not attention_mask.all()):
+    if rows != batch or columns < seen + positions:
         raise ValueError(
             f"attention_mask must be ({batch}, {seen + positions}), {seen} tokens in the cache and {positions} new "
             f"ones, got {tuple(attention_mask.shape)}"
         )
+    return attention_mask if columns == seen + positions else attention_mask[:, : seen + positions]
 
 
 def _require_keys_of_cache(attention_mask: Tensor, cache: Cache | None) -> None:
@@ -163,6 +168,12 @@ def _tokens_of_windows(
     """
     if attention_mask is None or attention_mask.ndim == 4:
         return None
+    is_compiled = cache is not None and padding is not None and torch.compiler.is_compiling()
+    if is_compiled and counts_padding(cache, attention_mask.shape[1]):
+        _require(
+            ~_has_gap(attention_mask, offsets, _num_cached_tokens(cache), padding.shape[1]),
+            "attention_mask must have no padding between tokens: the sliding window of a compiled call counts it",
+        )
     real = tokens_with_gaps(attention_mask) if cache is None else compact_padding(cache, attention_mask, padding)
     if real is None:
         return None
@@ -173,6 +184,14 @@ def _tokens_of_windows(
         "and_mask_function": same_document(offsets, seen),
         "or_mask_function": within_window(real, config.sliding_window),
     }
+
+
+def _has_gap(attention_mask: Tensor, offsets: Tensor | None, seen: int | Tensor, positions: int) -> Tensor:
+    """Return whether padding lies between two tokens of the document of any of this call's tokens, a bool ()."""
+    counts = torch.nn.functional.pad(_resumes(attention_mask != 0), (1, 0)).cumsum(1)  # (B, length)
+    index_T = seen + torch.arange(positions, device=counts.device)
+    before = 0 if offsets is None else counts.gather(1, offsets)
+    return (counts.index_select(1, index_T) > before).any()
 
 
 def _document_numbers(documents: Tensor | None, inputs_embeds: Tensor) -> Tensor:
@@ -206,19 +225,23 @@ def check_mask(attention_mask: Any, attn_implementation: str) -> None:
         )
 
 
-def padding_mask(attention_mask: Tensor | None, positions: int) -> Tensor | None:
-    """Return which of the last T positions are real tokens, (B, T) bool; None if all are.
+def padding_mask(attention_mask: Tensor | None, positions: int, cache: Cache | None = None) -> Tensor | None:
+    """Return which of this call's T positions are real tokens, (B, T) bool; None if all are.
 
     Args:
         attention_mask: (B, length so far), 1 or True on tokens, 0 or False on padding.
         positions: T.
+        cache: the cache of the call. In compiled calls with a static cache, the mask may have further columns.
 
     Raises:
         ValueError: the mask holds other numbers, such as document numbers.
     """
     if attention_mask is None:
         return None
-    latest_BT = attention_mask[:, attention_mask.shape[1] - positions :]
+    if torch.compiler.is_compiling() and isinstance(seen := _num_cached_tokens(cache), Tensor):
+        latest_BT = attention_mask.index_select(1, seen + torch.arange(positions, device=seen.device))
+    else:
+        latest_BT = attention_mask[:, attention_mask.shape[1] - positions :]
     not_padding_BT = latest_BT == 1
     if _true_unless_tracing(not_padding_BT.all()):
         return None
@@ -349,8 +372,12 @@ def document_offsets(documents: Tensor, seen: int | Tensor, begun: Tensor | None
 def tokens_with_gaps(attention_mask: Tensor) -> Tensor | None:
     """Return which tokens are real, (B, length) bool, if a row has padding between two tokens; else None."""
     real = attention_mask != 0
-    ended = (real[:, :-1] & ~real[:, 1:]).cumsum(1) > 0  # a token up to here is followed by padding
-    return None if _true_unless_tracing(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
+    return None if _true_unless_tracing(~_resumes(real).any()) else real
+
+
+def _resumes(real: Tensor) -> Tensor:
+    """Return where, from the second position on, a token follows padding that follows a token, (B, length - 1)."""
+    return real[:, 1:] & ~real[:, :-1] & (real.cumsum(1)[:, :-1] > 0)
 
 
 def offsets_without_gaps(offsets: Tensor, attention_mask: Tensor, seen: int | Tensor) -> Tensor:
@@ -361,7 +388,12 @@ def offsets_without_gaps(offsets: Tensor, attention_mask: Tensor, seen: int | Te
 
 
 def check_flash_documents(
-    documents: Tensor | None, *, batch: int, continues: bool, not_padding_BT: Tensor | None, position_ids: Tensor | None
+    documents: Tensor | None,
+    *,
+    batch: int,
+    begun: Tensor | None,
+    not_padding_BT: Tensor | None,
+    position_ids: Tensor | None,
 ) -> None:
     """Raise a ValueError for documents that flash attention would not separate: it takes boundaries, but no 4D mask.
 
@@ -371,26 +403,30 @@ def check_flash_documents(
     Args:
         documents: numbers from `document_index`, derived from all arguments.
         batch: B.
-        continues: whether the call may continue a document that began in the cache, after the cache's first token.
+        begun: as in `document_offsets`.
         not_padding_BT, position_ids: real tokens and positions of the call.
     """
-    if is_torchdynamo_compiling() or torch.jit.is_tracing():  # a traced graph must not depend on data
-        return
-    one_row = batch == 1 and not_padding_BT is None
-    separates = not continues and (documents is None or one_row)
-    if separates and one_row and position_ids is not None and position_ids.shape[1] > 1:
+    message = (
+        "flash attention separates documents only within one unpadded row, where position_ids restart at 0, and "
+        "not if a cache continues it: set attn_implementation to sdpa or flex_attention"
+    )
+    if begun is not None:
+        _require((begun == 0).all(), message)
+    one_document = documents is None or (documents == documents[:, :1]).all()
+    separates: bool | Tensor = True
+    if position_ids is not None and position_ids.shape[1] > 1:
         positions_T = position_ids[0]
-        index_T = torch.arange(len(positions_T), device=positions_T.device)
-        starts_T = index_T == 0
-        if documents is not None:
-            starts_T = starts_T | (documents[0].diff(prepend=documents[0, :1]) != 0)
-        one_document = bool((positions_T.diff() == 1).all())
-        separates = torch.equal(index_T == 0 if one_document else positions_T == 0, starts_T)
-    if not separates:
-        raise ValueError(
-            "flash attention separates documents only within one unpadded row, where position_ids restart at 0, and "
-            "not if a cache continues it: set attn_implementation to sdpa or flex_attention"
-        )
+        first_T = torch.arange(len(positions_T), device=positions_T.device) == 0
+        starts_T = first_T if documents is None else first_T | (documents[0].diff(prepend=documents[0, :1]) != 0)
+        restarts_T = torch.where((positions_T.diff() == 1).all(), first_T, positions_T == 0)
+        separates = (starts_T == restarts_T).all()
+    if batch > 1:
+        separates = one_document
+    elif not_padding_BT is not None:  # without a 0 in it, which compiled calls cannot know, it has no effect
+        is_padded = ~not_padding_BT.all()
+        separates = (is_padded | separates) & (~is_padded | one_document)
+    if isinstance(separates, Tensor):
+        _require(separates, message)
 
 
 def same_document(offsets: Tensor | None, seen: int | Tensor) -> MaskFunction | None:
@@ -441,14 +477,7 @@ def _check(
         raise TypeError(f"cu_seq_lens_q must be of dtype torch.int32 or torch.int64, got {cu_seq_lens.dtype}")
     if cu_seq_lens.ndim != 1 or len(cu_seq_lens) == 0:
         raise ValueError(f"cu_seq_lens_q must be (sequences + 1,), got {tuple(cu_seq_lens.shape)}")
-    if is_torchdynamo_compiling() or torch.jit.is_tracing():
-        return
-    rises = (cu_seq_lens[0] == 0) & (cu_seq_lens[-1] == positions) & (cu_seq_lens.diff() >= 0).all()
-    message = f"cu_seq_lens_q must be non-decreasing from 0 to {positions}, the number of positions in input_ids"
-    if not cu_seq_lens.is_cpu:
-        torch.ops.aten._assert_async.msg(rises, message)  # does not wait for the device
-    elif not rises:
-        raise ValueError(f"{message}; got {cu_seq_lens.tolist()}")
+    check_cu_seqlens("cu_seq_lens_q", cu_seq_lens, positions)
 
 
 def _require(condition: Tensor, message: str) -> None:

@@ -51,7 +51,10 @@ def auto_class(model: type[PreTrainedModel]) -> Any:
 
 
 def _entry(model: type[PreTrainedModel]) -> tuple[Any, dict[str, Any]]:
-    return next(entry for ending, entry in _AUTO.items() if model.__name__.endswith(ending))
+    for ending, entry in _AUTO.items():
+        if model.__name__.endswith(ending):
+            return entry
+    raise ValueError(f"the name of a model class must end with {' or '.join(_AUTO)}, got {model.__name__}")
 
 
 def register_model_type(

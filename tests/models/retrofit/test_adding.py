@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from kvshift import KVShift, ShiftOptions
@@ -182,6 +183,35 @@ def test_a_model_from_scratch_draws_the_weights_of_its_family_first(family: str)
             assert torch.equal(model.state_dict()[name], tensor), name
     first, second = shifts_of(model)
     assert not torch.equal(first.alpha, second.alpha)
+
+
+def test_an_adapter_does_not_name_a_model_without_shift(tmp_path):
+    """PEFT would load that one, and compute without the shift."""
+    stock("Qwen3").save_pretrained(tmp_path / "stock")
+    model = add_kv_shift(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
+    assert model.name_or_path == str(tmp_path / "stock")  # where lm-eval looks for the tokenizer
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert not LoraConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path
+    with pytest.raises((OSError, ValueError, TypeError)):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+
+def test_coefficients_beside_adapters_are_frozen_as_they_would_not_be_saved():
+    adapted = get_peft_model(stock("Qwen3"), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = add_kv_shift(adapted.get_base_model())
+    trained = {name.split(".")[-3] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"lora_A", "lora_B"}
+
+
+def test_a_model_whose_projections_hold_buffers_only():
+    """As those of quantized models do."""
+    model, ids = stock("Llama"), random_tokens(1, 5)
+    expected = logits_of(model, ids)
+    for module in list(model.modules()):
+        if isinstance(module, torch.nn.Linear):
+            module.register_buffer("weight", module._parameters.pop("weight").detach())
+    assert torch.equal(logits_of(add_kv_shift(model), ids), expected)
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])

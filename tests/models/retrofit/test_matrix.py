@@ -42,7 +42,7 @@ def no_state(patch: pytest.MonkeyPatch) -> None:
 
 def no_padding(patch: pytest.MonkeyPatch) -> None:
     """Apply the mask in attention only. (Documents are ignored, too: positions restart after padding.)"""
-    patch.setattr(documents, "padding_mask", lambda attention_mask, positions: None)
+    patch.setattr(documents, "padding_mask", lambda attention_mask, positions, cache=None: None)
     no_documents(patch)
 
 

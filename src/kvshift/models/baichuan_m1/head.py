@@ -20,7 +20,8 @@ class NormHead(nn.Module):
         logits[v] = x . weight[v],  weight[v] = raw[v] / (|raw[v]| + 1e-7)
 
     `weight` is the matrix that multiplies the hidden states, for code that reads it, such as fused losses. It is
-    computed at each access. `raw` is the parameter, called `lm_head.weight` in checkpoints.
+    computed at each access, so that what is written to it is lost. `raw` is the parameter, called `lm_head.weight` in
+    checkpoints.
 
     `forward` divides the logits, in float32, instead of the rows, and so needs no second matrix. The class does not
     extend nn.Linear, whose weight adapters and quantization would replace without scaling the rows again.

@@ -29,9 +29,13 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
     in GPT-2 as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel becomes
     KVShiftGPT2LMHeadModel, a subclass) and its configuration.
 
+    A decoder inside another model can get the shift, but only the decoder's own `save_pretrained` marks its folder: to
+    load the other model, build it, add the shift, and load the weights.
+
     Args:
         model: a model of a class in `FAMILIES`, as returned by `from_pretrained` or its constructor, before
-            `torch.compile`, PEFT, FSDP or a `device_map`.
+            `torch.compile`, PEFT, FSDP or a `device_map`. The coefficients of a model that has adapters of PEFT
+            already are frozen, as its other weights are.
         options: what to shift, and how; `init="uniform"` draws from the global random generator.
 
     Returns:
@@ -47,8 +51,12 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
         raise TypeError(f"options must be ShiftOptions, got {type(options).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
-    if any(isinstance(module, KVShift) for module in model.modules()):
-        raise ValueError(f"model already has a KV shift: {type(model).__name__}")
+    shifts = [module for module in model.modules() if isinstance(module, KVShift)]
+    if shifts:
+        idle = (
+            "" if shifts[0].targets else ", which shifts nothing: load it with other shift_targets in its configuration"
+        )
+        raise ValueError(f"model already has a KV shift: {type(model).__name__}{idle}")
     family = _family_of(model)
     family.refuse(model.config)
     for name, module in model.named_modules():
@@ -59,6 +67,11 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
             )
     config = shifted_config(model.config, family, options)
     convert(model, family, config)
+    vars(model).pop("name_or_path", None)  # PEFT's adapters would name it as their base, which has no shift
+    if hasattr(model, "peft_config"):  # adapters are trained and saved alone
+        for module in model.modules():
+            if isinstance(module, KVShift):
+                module.requires_grad_(False)
     return model
 
 

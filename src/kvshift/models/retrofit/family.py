@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -175,7 +176,11 @@ def convert(model: PreTrainedModel, family: Family, config: Any) -> None:
         model: a model of one of the family's classes, with or without shift.
         family: the family of the model.
         config: the configuration with shift.
+
+    Raises:
+        ValueError: an attention or the decoder is of a class that the family does not know; nothing has changed then.
     """
+    _require_known_classes(model, family)
     plain_attention, attention = family.attention
     heads, kv_heads = family.heads(config)
     old = model.config
@@ -184,12 +189,32 @@ def convert(model: PreTrainedModel, family: Family, config: Any) -> None:
             module.config = config  # type: ignore[assignment]
         if type(module) is plain_attention:
             module.__class__ = attention
-            device = next(module.parameters()).device
+            tensors = chain(module.parameters(), module.buffers())  # quantized weights may be buffers
+            device = next(tensors, model).device
             add_child(module, "shift", KVShift(kv_heads, ShiftOptions.of(config), num_heads=heads, device=device))
         elif type(module) in family.models:
             module.__class__ = family.models[type(module)]
             assert isinstance(module, PreTrainedModel)
             register_model_class(module)
+
+
+def _require_known_classes(model: PreTrainedModel, family: Family) -> None:
+    """Raise a ValueError unless the decoder and every attention have a class that `convert` replaces.
+
+    In a decoder of another class, documents and padding would not reach the shift; another attention would have none.
+    """
+    plain, base = family.attention[0], model.base_model
+    with_shift = (family.attention[1], *family.models.values())
+    named = [(name, each) for name, each in model.named_modules() if each is base or isinstance(each, plain)]
+    for name, module in named:
+        kind = type(module)
+        if kind is not plain and kind not in family.models and not isinstance(module, with_shift):
+            raise ValueError(
+                f"model has a {kind.__module__}.{kind.__qualname__} as {name or 'its decoder'}, not a class of "
+                "transformers that add_kv_shift supports"
+            )
+    if len(named) == 1 and model.config.num_hidden_layers > 0:
+        raise ValueError(f"model has no {plain.__module__}.{plain.__name__}, to which the shift could be added")
 
 
 def add_child(parent: nn.Module, name: str, child: nn.Module) -> None:

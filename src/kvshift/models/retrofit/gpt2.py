@@ -35,9 +35,7 @@ class KVShiftGPT2Attention(ShiftedAttention, GPT2Attention):
     attention_dropout = property(lambda self: self.attn_dropout.p)  # type: ignore[assignment]
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = (*hidden_states.shape[:2], -1, self.head_dim)
-        query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
-        return query.view(heads), key.view(heads), value.view(heads)
+        return self._split_heads(*self.c_attn(hidden_states).split(self.split_size, dim=2))
 
     def output(self, heads: Tensor) -> Tensor:
         return self.resid_dropout(self.c_proj(heads.reshape(*heads.shape[:2], -1).contiguous()))
