@@ -116,6 +116,24 @@ def test_a_change_of_the_shifted_keys_is_computed_with():
     torch.testing.assert_close(lens.run_with_hooks(ids, fwd_hooks=hooks), expected, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_folding_a_bias_of_shifted_values_is_refused():
+    """TransformerLens folds it by default, as if attention passed it on with weight 1."""
+    ids = torch.randint(64, (2, 16))
+    for family, biased in (("Qwen2", True), ("Qwen3", False)):
+        model = make(family)
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj.bias"):
+                parameter.uniform_(0.5, 1.5)
+        expected, lens = model(ids).logits, bridge(model)
+        if biased:
+            with pytest.raises(ValueError, match="fold_value_biases must be False, got True"):
+                lens.enable_compatibility_mode(disable_warnings=True)
+        # Of a square matrix, TransformerLens centers the wrong axis: not here.
+        lens.enable_compatibility_mode(disable_warnings=True, center_unembed=False, fold_value_biases=not biased)
+        torch.testing.assert_close(lens(ids), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_another_class_is_refused_by_name():
     model = add_kv_shift(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2)))
     with pytest.raises(TypeError, match=f"one of {', '.join(ADAPTERS)}, got a KVShiftGPT2LMHeadModel"):

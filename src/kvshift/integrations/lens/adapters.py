@@ -17,6 +17,10 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
@@ -108,10 +112,34 @@ def bridge(model: Any, tokenizer: Any = None) -> TransformerBridge:
 
     Raises:
         TypeError: the class of the model is not in `ADAPTERS`.
+        ValueError: `enable_compatibility_mode` or `process_weights` of the result is called with `fold_value_biases`,
+            and the model shifts values that have a bias.
     """
     name = type(model).__name__
     if name not in ADAPTERS:
         raise TypeError(f"model must be one of {', '.join(ADAPTERS)}, got a {name}")
     model.set_attn_implementation("eager")
     ArchitectureAdapterFactory.register_adapter(name, ADAPTERS[name])
-    return build_bridge_from_module(model, name, hf_config=model.config, tokenizer=tokenizer)
+    biased = any(parameter.endswith("v_proj.bias") for parameter, _ in model.named_parameters())
+    lens = build_bridge_from_module(model, name, hf_config=model.config, tokenizer=tokenizer)
+    if biased and "v" in model.config.shift_targets:
+        for method in ("enable_compatibility_mode", "process_weights"):
+            setattr(lens, method, MethodType(_refuse_folded_values(getattr(type(lens), method)), lens))
+    return lens
+
+
+def _refuse_folded_values(process: Callable) -> Callable:
+    """Let a function raise a ValueError for `fold_value_biases`, with which a bias would be passed on with weight 1."""
+
+    @wraps(process)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = signature(process).bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["fold_value_biases"] and not given.arguments.get("no_processing"):
+            raise ValueError(
+                "fold_value_biases must be False, got True: attention passes a bias of shifted values on with weight "
+                "beta1 + beta2 (beta1 at the first token), not 1"
+            )
+        return process(*args, **kwargs)
+
+    return checked
