@@ -210,4 +210,5 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     os.environ |= {"HF_HUB_OFFLINE": "1"}
     os.environ.pop("PYTHONPATH", None)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # pip compiles nothing here: the first import does, for all others
     main(Path(sys.argv[1]).resolve())

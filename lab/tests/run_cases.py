@@ -34,9 +34,10 @@ def write_corpus(path: Path, seed: int = 0) -> Path:
 
 def tiny(corpus: Path, out: Path, *, data: Mapping[str, Any] = {}, model: Mapping[str, Any] = {}, **changes: Any):
     """Return options: 12 steps of 4 sequences of 37 tokens, logged each step, evaluated every 5th, saved every 4th."""
+    vocabulary = {} if "tokenizer" in data else {"vocab_size": 281}
     config = TrainConfig(
         out=out,
-        data=DataConfig(**{"corpus": str(corpus), "vocab_size": 281, "sequence_length": LENGTH, **data}),
+        data=DataConfig(**{"corpus": str(corpus), "sequence_length": LENGTH, **vocabulary, **data}),
         model=ModelConfig(**{"hidden_size": 24, "num_attention_heads": 2, **model}),
         steps=12,
         batch_size=4,

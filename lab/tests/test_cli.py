@@ -126,6 +126,7 @@ def test_bad_paths_and_options_are_said_before_torch_is_imported(tmp_path):
         "eval {0} {0}/notes.xyz": f"texts: .*{no_format}",
         "retrofit {0}/model {0}": not_empty,
         "export {0}/model {0}": not_empty,
+        "export {0}/model .": f"{not_empty}, but . is the current directory",
         "export {0}/none {0}/new": "model: there is no folder .*/none",
         "retrofit {0}/none {0}/new": "model: there is no folder .*/none",
         "generate {0}/none --prompt a": "model: there is no folder .*/none",

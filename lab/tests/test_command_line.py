@@ -88,6 +88,24 @@ def test_what_follows_two_dashes_is_no_option(wall):
     assert read(Paint, ["--coats", "2", "--", wall], **ABOUT) == Paint(wall=wall, coats=2)
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("eval a b.txt --against c --against d", "--against"),
+        ("train --out a --config=b.yaml --config c.yaml", "--config"),
+        ("train --out a --model.shift-targets k --model.shift_targets=v", "--model.shift-targets"),
+        ("compare --variants smear canon --steps 3 --steps 4 --variants vanilla", "--variants"),
+    ],
+)
+def test_an_option_of_several_values_that_is_given_twice_is_refused(words, option, capsys):
+    assert cli.main(words.split()) == 2
+    assert f": {option} is given twice" in capsys.readouterr().err
+
+
+def test_of_another_option_the_last_counts():
+    assert read(Paint, ["w", "--coats", "2", "--coats", "3"], **ABOUT) == Paint(wall="w", coats=3)
+
+
 @functools.cache
 def help_of(name: str, asked: str) -> str:
     printed = io.StringIO()

@@ -173,12 +173,6 @@ def test_a_name_that_is_given_twice_is_refused(tmp_path, text, message):
         read(TrainConfig, write(tmp_path, text), "--out", "x")
 
 
-def test_two_files_are_refused(tmp_path):
-    path = write(tmp_path, YAML)
-    with pytest.raises(LabError, match=r"config: it may be given once, got .* and other\.yaml"):
-        read(TrainConfig, path, "--config=other.yaml")
-
-
 def test_false_is_not_the_number_0(tmp_path, capsys):
     with pytest.raises(SystemExit):
         read(TrainConfig, write(tmp_path, "seed: false"), "--out", "x")

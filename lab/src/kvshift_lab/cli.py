@@ -180,13 +180,16 @@ def run_and_exit() -> NoReturn:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
+    from kvshift_lab.command_line import refuse_repeated
     from kvshift_lab.core.errors import LabError, missing_package
 
     command = _COMMANDS[name]
     reader = "kvshift_lab.options_file:parse" if command.from_file else "kvshift_lab.command_line:read"
     about = {"description": command.summary, "example": command.example, "first": command.first}
     try:
-        options = _imported(reader)(_imported(command.options), arguments, prog=f"kvshift {name}", **about)
+        kind = _imported(command.options)
+        refuse_repeated(kind, arguments)
+        options = _imported(reader)(kind, arguments, prog=f"kvshift {name}", **about)
         if os.environ.get("RANK", "0") == "0":  # only the first of several processes reports errors; torchrun ends all
             for look in ("check", "check_paths"):  # before torch is imported
                 getattr(options, look, lambda: None)()

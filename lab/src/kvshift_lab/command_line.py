@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type
 
 import tyro
 
+from kvshift_lab.core.errors import LabError
+
 
 def read(
     options: type,
@@ -62,6 +64,23 @@ def read(
         print("\n".join(f"{prog}: {line}" for line in lines), file=sys.stderr)
         raise SystemExit(2)
     return tyro.cli(options, args=args, prog=prog, description=description, **given)
+
+
+def refuse_repeated(options: type, args: Sequence[str]) -> None:
+    """Raise a LabError if an option that takes several values, or `--config`, occurs twice: the last would replace all.
+
+    Of other options the last counts, so that a script can append some to its own.
+    """
+    several = {option.name for option in list_options(options) if option.takes_several} | {"config"}
+    seen: set[str] = set()
+    for arg in args[: args.index("--")] if "--" in args else args:
+        name = arg.partition("=")[0].removeprefix("--").replace("-", "_")
+        if arg.startswith("--") and name in several & seen:
+            option = f"--{name.replace('_', '-')}"
+            raise LabError(
+                f"{option} is given twice: give {'one' if name == 'config' else f'all values after one {option}'}"
+            )
+        seen.add(name)
 
 
 def hints(args: Sequence[str], known: Sequence[str]) -> Iterator[str]:
@@ -114,6 +133,11 @@ class Option:
     def is_flag(self) -> bool:
         """Whether it is given as --option or --no-option, without a value."""
         return self.hint is bool
+
+    @property
+    def takes_several(self) -> bool:
+        hint = get_args(self.hint)[0] if get_origin(self.hint) is Annotated else self.hint
+        return tuple in (get_origin(hint), *map(get_origin, get_args(hint)))
 
     @property
     def choices(self) -> tuple[Any, ...]:

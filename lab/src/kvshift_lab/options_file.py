@@ -36,13 +36,11 @@ def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:
         SystemExit: with code 2 if a value is wrong.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--config", type=Path, action="append")
+    finder.add_argument("--config", type=Path)
     try:
-        path, *more = finder.parse_known_args(args)[0].config or [None]
+        path = finder.parse_known_args(args)[0].config
     except argparse.ArgumentError:  # tyro reports the error
-        path, more = None, []
-    if more:
-        raise LabError(f"config: it may be given once, got {path} and {more[0]}")
+        path = None
     # `config` has been read already; it is a field so that the help lists it.
     config = ("config", Annotated[Path | None, tyro.conf.arg(help=_HELP, metavar="FILE")], None)
     both = make_dataclass(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -22,10 +23,11 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
+from kvshift.models.retrofit import add_kv_shift
 from kvshift_lab.check import PROPERTIES, check_model
 from tests.models.llama.tiny import tiny_model
 from tests.models.registry import MODELS
-from tests.models.retrofit.tiny_families import FAMILIES, shifted, shifted_gpt2
+from tests.models.retrofit.tiny_families import FAMILIES, shifted, shifted_gpt2, stock
 
 OURS: dict[str, Callable[[], PreTrainedModel]] = {
     **MODELS,
@@ -158,6 +160,23 @@ def test_the_report_is_json():
 def test_a_window_that_is_not_reached_is_noted():
     report = check_model(tiny_model(sliding_window=40), properties=["batch"])
     assert report.notes == ["sliding_window=40 is not reached by sequences of 24 tokens"]
+
+
+def test_a_shift_that_is_the_identity_is_noted():
+    """What it would carry across a boundary is multiplied by 0."""
+    import peft
+
+    (said,) = check_model(add_kv_shift(stock("Qwen3")), properties=["batch"]).notes
+    assert re.fullmatch(r"the shift of \d layers is the identity: what it would carry too far cannot be seen", said)
+    assert not check_model(tiny_model(), properties=["batch"]).notes
+    adapted = peft.get_peft_model(
+        add_kv_shift(stock("Qwen3")), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["shift"])
+    )
+    for name, parameter in adapted.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.uniform_(parameter)
+    assert not check_model(adapted, properties=["batch"]).notes
+    assert not check_model(tiny_model(shift_targets=[]), properties=["batch"]).notes
 
 
 def test_special_tokens_are_not_drawn():

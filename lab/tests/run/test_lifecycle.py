@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvshift_lab.core.errors import DivergedError, FolderInUseError, LabError, RunFailedError
-from kvshift_lab.run.callbacks import InterruptedRunError
+from kvshift_lab.core.errors import DivergedError, FolderInUseError, InterruptedRunError, LabError, RunFailedError
 from kvshift_lab.run.checkpoints import find_checkpoint
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.train import train

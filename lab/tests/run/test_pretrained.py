@@ -223,7 +223,7 @@ def test_options_that_agree_with_the_model_may_be_given(finished, plain):
 def test_another_tokenizer_is_refused(finished, corpus, tmp_path):
     config = tuned(corpus, tmp_path / "run", finished)
     with pytest.raises(LabError, match=r"data\.tokenizer is 'gpt2', but the model of init_from \(.*\) has its own"):
-        train(replace(config, data=replace(config.data, tokenizer="gpt2")))
+        train(replace(config, data=replace(config.data, tokenizer="gpt2", vocab_size=1024)))
 
 
 @pytest.mark.parametrize(

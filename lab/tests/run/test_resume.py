@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshift_lab.core.errors import LabError
-from kvshift_lab.run.callbacks import GracefulStop, InterruptedRunError
+from kvshift_lab.core.errors import InterruptedRunError, LabError
+from kvshift_lab.run.callbacks import GracefulStop
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import TrainConfig

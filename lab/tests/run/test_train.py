@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift_lab import cli
 from kvshift_lab.core.errors import LabError
+from kvshift_lab.data.config import DataConfig
 from kvshift_lab.data.packing import collate
 from kvshift_lab.data.text import load_text_data
 from kvshift_lab.run.train import train
@@ -231,6 +232,11 @@ def test_the_record_of_a_run_is_a_file_of_its_options(finished, tmp_path, capsys
         ({"model": {"variant": "smeared"}}, r"model\.variant: there is no variant 'smeared'; did you mean smear\?"),
         ({"model": {"vocab_size": 280}}, "model.vocab_size must be at least 281, .* of the tokenizer, got 280"),
         ({"data": {"streaming": True}, "data_workers": 2}, "data_workers must be 0 or 1 with data.streaming, got 2"),
+        ({"data": {"vocab_size": 300, "tokenizer": "t"}}, "vocab_size is 300, but has no effect with data.tokenizer t"),
+        *(
+            ({"data": {"validation_fraction": 0.2, name: value}}, f"is 0.2, but has no effect with data.{name} {value}")
+            for name, value in (("validation", "v.txt"), ("streaming", True))
+        ),
     ],
     ids=str,
 )
@@ -240,6 +246,11 @@ def test_options_that_cannot_be(corpus, tmp_path, change, said, monkeypatch):
         train(tiny(corpus, tmp_path / "run", **change))
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_the_record_of_a_run_that_was_started_from_a_model_can_be_repeated():
+    """It names the tokenizer of that model, beside the vocabulary that was given and had no effect."""
+    TrainConfig(out=Path(), init_from="m", data=DataConfig(tokenizer="m", vocab_size=300)).check()
 
 
 POSITIVE, NOT_NEGATIVE = ("learning_rate", "epsilon"), ("clip_norm", "weight_decay", "shift_lr_multiplier")

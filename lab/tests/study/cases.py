@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from kvshift_lab.core.errors import LabError
-from kvshift_lab.run.callbacks import InterruptedRunError
+from kvshift_lab.core.errors import InterruptedRunError, LabError
 from kvshift_lab.study.arm import Arm, arm_from_label
 from kvshift_lab.study.claims import Direction
 from kvshift_lab.study.entry import Entry, Preset

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvshift_lab.core.errors import LabError
-from kvshift_lab.run.callbacks import InterruptedRunError
+from kvshift_lab.core.errors import InterruptedRunError, LabError
 from kvshift_lab.study.sweep import _gpu_share, sweep
 
 from .cases import Counting, runs

@@ -14,11 +14,10 @@ from matplotlib.figure import Figure
 from kvshift_lab.commands.reproduce import reproduce as module
 from kvshift_lab.commands.reproduce.reproduce import ReproduceConfig, reproduce
 from kvshift_lab.core import atomic
-from kvshift_lab.core.errors import FolderInUseError, LabError
+from kvshift_lab.core.errors import FolderInUseError, InterruptedRunError, LabError
 from kvshift_lab.recipes import results_pages
 from kvshift_lab.recipes.catalogue import find_recipe
 from kvshift_lab.recipes.mqar import study as mqar
-from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.resolve import expected_options
 from kvshift_lab.study import jobs as kinds

@@ -15,7 +15,7 @@ import pytest
 import torch
 from joblib.externals.loky import get_reusable_executor
 
-from kvshift_lab.run.callbacks import InterruptedRunError
+from kvshift_lab.core.errors import InterruptedRunError
 from kvshift_lab.study.sweep import sweep
 
 from .cases import Counting, runs

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import kvshift
+from kvshift import KVShift
 from kvshift_lab.check.findings import Comparison, NotSupportedError, Report, Verdict, WrongShapeError, origin
 from kvshift_lab.check.properties import PROPERTIES
 from kvshift_lab.check.subject import Subject, evaluation_mode
@@ -66,6 +67,9 @@ def check_model(
         for name in (*_WINDOWS, *_CHUNKS)
         if isinstance(value := getattr(text, name, None), int) and value >= length
     ]
+    named = ((name, module) for name, module in model.named_modules() if ".original_module" not in name)  # PEFT's copy
+    if idle := sum(_shifts_nothing_yet(module) for _, module in named):
+        notes.append(f"the shift of {idle} layers is the identity: what it would carry too far cannot be seen")
     own = model.dtype
     wanted = dtype or (torch.float32 if own in (torch.bfloat16, torch.float16) else own)
     if wanted != own and not getattr(model, "is_quantized", False):
@@ -113,6 +117,15 @@ def _verdict(subject: Subject, name: str) -> Verdict:
             raise
         raised = error
     return subject.result.verdict(name, subject.spread, raised)
+
+
+def _shifts_nothing_yet(module: Any) -> bool:
+    """Return whether a module is a shift whose coefficients of earlier tokens are all 0, as after `add_kv_shift`."""
+    return (
+        isinstance(module, KVShift)
+        and len(module.targets) > 0
+        and not any(each[:, 1:].any() for each in module.coefficients().values())
+    )
 
 
 def _select_properties(properties: Sequence[str] | None) -> list[str]:

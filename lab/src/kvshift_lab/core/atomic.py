@@ -58,8 +58,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `out` if the block succeeds, and is removed if it fails.
 
     Raises:
-        LabError: if the folder cannot be made.
+        LabError: the folder cannot be made.
+        RunFailedError: it could not take the place of `out`.
     """
+    out = out.resolve()
     part = out.with_name(f".{out.name}.{os.getpid()}")  # beside `out`, so that a rename suffices
     try:
         part.mkdir(parents=True)
@@ -68,7 +70,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         yield part
         sync_folder(part)
-        os.replace(part, out)
+        try:
+            os.replace(part, out)
+        except OSError as error:
+            raise RunFailedError(f"out: {out} cannot be replaced: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import signal
 from collections import defaultdict
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -18,7 +19,7 @@ class LabError(Exception):
 
     The command line prints the message without a traceback and exits with `exit_code`:
     1 for a check that found a fault, 2 for bad input, 3 for a run that failed after it started, 4 for a run folder
-    that is in use.
+    that is in use, 128 + N for signal N.
     """
 
     exit_code = 2
@@ -42,6 +43,14 @@ class DivergedError(RunFailedError):
         self.step = step
 
 
+class InterruptedRunError(LabError):
+    """A signal ended the run; the same command resumes it where it stopped."""
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number  # the exit code that a shell reports for this signal
+
+
 class FolderInUseError(LabError):
     """Another process uses this folder or file."""
 
@@ -61,7 +70,9 @@ def require(holds: bool, name: str, value: Any, what: str) -> None:
 
 
 def require_new(out: Path) -> None:
-    """Raise a LabError unless a folder is empty or does not exist."""
+    """Raise a LabError unless a folder is empty or does not exist, and another can take its place."""
+    if out.resolve() == Path.cwd() or out.is_mount():
+        raise LabError(f"out must be a new or empty folder, but {out} is the current directory or a mount point")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise LabError(f"out must be a new or empty folder, but {out} already exists")
 

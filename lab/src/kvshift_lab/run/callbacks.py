@@ -19,19 +19,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from kvshift_lab.core.errors import LabError
+from kvshift_lab.core.errors import InterruptedRunError
 from kvshift_lab.run.folder import Metrics
 from kvshift_lab.run.processes import Processes
 from kvshift_lab.run.progress import ProgressReporter
 from kvshift_lab.variants.variant import shift_layers
-
-
-class InterruptedRunError(LabError):
-    """A signal ended the run; the same command resumes it where it stopped."""
-
-    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
-        super().__init__(message)
-        self.exit_code = 128 + number  # the exit code that a shell reports for this signal
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from transformers.integrations.integration_utils import TensorBoardCallback, get
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from kvshift_lab.core.atomic import remove_folder
-from kvshift_lab.core.errors import LabError, RunFailedError
-from kvshift_lab.run.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, gather_full
+from kvshift_lab.core.errors import InterruptedRunError, LabError, RunFailedError
+from kvshift_lab.run.callbacks import GracefulStop, Progress, Recorder, Schedule, gather_full
 from kvshift_lab.run.folder import Metrics, RunFolder
 from kvshift_lab.run.processes import COLLECTIVE_TIMEOUT, Processes
 from kvshift_lab.run.resume import ResumePoint, check_folder

@@ -84,6 +84,12 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     require_ids(tokenizer.name_or_path or "", vocab_size_of(tokenizer) - 1, vocab_size)
 
 
+def appends_token(tokenizer: Any, text: str) -> bool:
+    """Return whether the tokenizer puts a token behind a text, such as one that ends it."""
+    ids, bare = (list(tokenizer(text, add_special_tokens=special)["input_ids"]) for special in (True, False))
+    return len(bare) > 0 and ids[-len(bare) :] != bare
+
+
 def load_tokenizer(folder: str | Path) -> Any:
     """Load the tokenizer in a folder, as found by `model_files.locate`, or of a name on the hub."""
     with _named_errors(folder):

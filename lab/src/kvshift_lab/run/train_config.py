@@ -157,6 +157,18 @@ class TrainConfig(RunConfig):
         require(tokens is None or tokens >= 1, "tokens_per_step", tokens, "1 or more, or None")
         if self.data.streaming:
             require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
+        if self.init_from is None:  # records of such runs name the tokenizer of the start model
+            self._refuse_without_effect("vocab_size", tokenizer=self.data.tokenizer)
+        self._refuse_without_effect(
+            "validation_fraction", validation=self.data.validation, streaming=self.data.streaming
+        )
+
+    def _refuse_without_effect(self, name: str, **others: Any) -> None:
+        """Raise a LabError if the data option `name` was changed although one of the `others` takes its place."""
+        value = getattr(self.data, name)
+        for other, given in others.items():
+            if given and value != getattr(DataConfig, name):
+                raise LabError(f"data.{name} is {value}, but has no effect with data.{other} {given}")
 
     def accumulation(self, devices: int) -> int:
         """Return the number of forward passes of each device per optimizer step."""

@@ -19,8 +19,7 @@ from joblib.externals.loky import ProcessPoolExecutor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from kvshift_lab.allocator import retain_freed_memory
-from kvshift_lab.core.errors import LabError, install_command
-from kvshift_lab.run.callbacks import InterruptedRunError
+from kvshift_lab.core.errors import InterruptedRunError, LabError, install_command
 from kvshift_lab.study.entry import Cluster
 from kvshift_lab.study.recipe import Job
 

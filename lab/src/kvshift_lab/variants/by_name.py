@@ -40,11 +40,22 @@ class VariantEntry:
     fixes: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
+# What an option of the shift that is None stands for, and what a run without shift records for it.
+_DEFAULTS = {"shift_window": 2, "shift_constraint": "free", "shift_init": "uniform"}
+
+
 def _shift(
-    name: str, label: str, color: str, *, targets: str = "kv", window: int = 2, constraint: str = "free"
+    name: str, label: str, color: str, *, targets: str = "", window: int = 0, constraint: str = ""
 ) -> VariantEntry:
-    fixes = {"shift_targets": tuple(targets), "shift_window": window, "shift_constraint": constraint}
+    fixes = _shift_fields({"shift_targets": targets, "shift_window": window, "shift_constraint": constraint})
     return VariantEntry(name, label, color, "variant", shifts=True, fixes=fixes)
+
+
+def _shift_fields(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all fields that `VariantEntry.fixes` may contain, given the recorded options of a model."""
+    targets = tuple(sorted(model.get("shift_targets") or "kv", key="qkv".index))
+    others = {name: model.get(name) or _DEFAULTS[name] for name in ("shift_window", "shift_constraint")}
+    return {"shift_targets": targets, **others}
 
 
 VARIANTS: Mapping[str, VariantEntry] = {
@@ -113,10 +124,6 @@ def with_variant(options: _Options, name: str) -> _Options:
     return replace(given, variant=kept, **dict(refinements(given)) | {"shift_targets": ()})
 
 
-# What a run without shift records where an option is None.
-_RECORDED = {"shift_window": 2, "shift_constraint": "free", "shift_init": "uniform"}
-
-
 def resolve_variant(options: _Options) -> _Options:
     """Check the options and return them with the values that `variant` implies; unchanged if it is None.
 
@@ -126,7 +133,7 @@ def resolve_variant(options: _Options) -> _Options:
     given: Any = options
     if given.variant is None:
         for name, default in refinements(given):
-            if given.shift_targets == () and getattr(given, name) not in (default, (), _RECORDED.get(name)):
+            if given.shift_targets == () and getattr(given, name) not in (default, (), _DEFAULTS.get(name)):
                 raise LabError(
                     f"model.{name} is {getattr(given, name)!r}, but model.shift_targets is empty: nothing shifts"
                 )
@@ -140,7 +147,7 @@ def resolve_variant(options: _Options) -> _Options:
     made: Any = with_variant(options, given.variant)
     for name, default in refinements(given):
         value, fixed = getattr(given, name), getattr(made, name)
-        if value not in (default, fixed, _RECORDED.get(name)):
+        if value not in (default, fixed, _DEFAULTS.get(name)):
             why = f"for which it is {fixed!r}" if entry.shifts else "which shifts nothing"
             raise LabError(f"model.{name} is {value!r}, but model.variant is {given.variant}, {why}")
     return made
@@ -164,24 +171,15 @@ def label_of(model: Mapping[str, Any]) -> str:
     name = variant_of(model)
     if name != "kv-shift":
         return find_entry(name).label
-    shift = _shift_fields(model)
-    refined = [f"window {shift['shift_window']}"] if shift["shift_window"] != 2 else []
-    refined += [shift["shift_constraint"]] if shift["shift_constraint"] != "free" else []
-    return ", ".join([shift_label(shift["shift_targets"]), *refined])
+    targets, window, constraint = _shift_fields(model).values()
+    refined = [f"window {window}"] if window != _DEFAULTS["shift_window"] else []
+    refined += [constraint] if constraint != _DEFAULTS["shift_constraint"] else []
+    return ", ".join([shift_label(targets), *refined])
 
 
 def shift_label(targets: Sequence[str]) -> str:
     """Return the label of a model that shifts the given targets, a subset of "q", "k" and "v"."""
     return f"{''.join(targets).upper()}-shift" if targets else VARIANTS["vanilla"].label
-
-
-def _shift_fields(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all fields that `VariantEntry.fixes` may contain, given the recorded options of a model."""
-    return {
-        "shift_targets": tuple(sorted(model.get("shift_targets") or "kv", key="qkv".index)),
-        "shift_window": model.get("shift_window") or 2,
-        "shift_constraint": model.get("shift_constraint") or "free",
-    }
 
 
 def refinements(options: Any) -> list[tuple[str, Any]]:

@@ -192,6 +192,25 @@ def test_the_gpt2_of_the_lab_is_given_tokens_that_its_task_has(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_part_of_a_run_is_given_the_tokens_of_the_run(shifted: Path, task_run: Path, tmp_path: Path) -> None:
+    """A model may have more embeddings than its tokenizer has tokens; those were never trained."""
+    run = tmp_path / "run"
+    shutil.copytree(shifted, run / "model")
+    (run / "tokenizer").mkdir()
+    for file in (run / "model").glob("token*"):
+        file.rename(run / "tokenizer" / file.name)
+    model = KVShiftLlamaForCausalLM.from_pretrained(run / "model")
+    model.resize_token_embeddings(400)
+    model.save_pretrained(run / "model")
+    for folder in (run, run / "model"):
+        analyze(AnalyzeConfig(run=folder, out=tmp_path / "out", rows=2, device="cpu"))
+        assert found(tmp_path / "out")["options"]["highest_token"] == 276
+    for folder in (task_run, task_run / "model"):
+        analyze(AnalyzeConfig(run=folder, out=tmp_path / "out", rows=2, device="cpu"))
+        assert found(tmp_path / "out")["options"]["lowest_token"] == 17
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_has_not_ended_stands_for_its_checkpoint(
     task_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

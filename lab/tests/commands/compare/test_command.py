@@ -16,10 +16,9 @@ from matplotlib.figure import Figure
 import kvshift_lab.commands.compare.command as module
 from kvshift_lab.commands.compare import report
 from kvshift_lab.commands.compare.command import CompareConfig, compare, compare_jobs
-from kvshift_lab.core.errors import FolderInUseError, LabError, RunFailedError
+from kvshift_lab.core.errors import FolderInUseError, InterruptedRunError, LabError, RunFailedError
 from kvshift_lab.core.options import to_json
 from kvshift_lab.options_file import parse
-from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.inputs import identify_inputs
 from kvshift_lab.run.resolve import expected_options

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from kvshift_lab.cli import main
 from kvshift_lab.commands.eval import text_scores
@@ -225,6 +225,7 @@ def test_one_block_has_no_error(model_folder, tmp_path, capsys):
 class NoModel:
     """A model that predicts all tokens with the same probability, and takes no time."""
 
+    config = LlamaConfig()
     device = torch.device("cpu")
 
     def get_input_embeddings(self) -> Any:

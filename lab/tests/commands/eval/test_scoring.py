@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
-from kvshift_lab.commands.eval.scoring import sequences, windows
+from kvshift_lab.commands.eval.scoring import Window, score, sequences, windows
 from kvshift_lab.data.packing import pack
 from kvshift_lab.data.token_stream import Tokens, token_stream
 from kvshift_lab.data.tokenizers import train_bpe
@@ -65,6 +67,31 @@ def test_bytes_and_blocks():
         ([part.blocks for part in parts], [0, 0, 0, 1, 2, 2, 2, 3, 3, 4, 5]),
     ):
         assert np.concatenate(values).tolist() == expected
+
+
+@pytest.mark.parametrize("batch_size", [2, 16])
+def test_longrope_scores_every_window_as_alone(batch_size):
+    """Its angles depend on whether the longest sequence of the batch exceeds the original length."""
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    original = {"original_max_position_embeddings": 16}
+    model = Phi3ForCausalLM(
+        Phi3Config(**sizes, **heads, **original, pad_token_id=None, rope_parameters=rope | original)
+    )
+    for parameter in model.eval().parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    lengths = (8, 16, 17, 40)  # of the windows, whose tokens are scored but for the first
+    rows = [torch.randint(61, (length,)).numpy() for length in lengths]
+    group = [Window(row, np.ones(len(row) - 1, np.int64), np.full(len(row) - 1, len(row))) for row in rows]
+
+    def losses(size: int) -> list[np.ndarray]:
+        scored = [np.concatenate(part) for part in zip(*score(model, group, size), strict=True)]
+        return [scored[0][scored[2] == length] for length in lengths]
+
+    for alone, together in zip(losses(1), losses(batch_size), strict=True):
+        np.testing.assert_allclose(together, alone, rtol=0, atol=1e-5)
 
 
 def test_with_the_window_as_stride_they_are_the_sequences_of_training():

@@ -16,7 +16,8 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from tokenizers import processors
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshift_lab.commands.eval import benchmarks
 from kvshift_lab.commands.eval.benchmarks import PAPER, TASKS
@@ -62,6 +63,26 @@ def numbers(found: dict[str, Any], model: int = 0) -> dict[str, Any]:
         for name, value in values.items()
         if name != "metric"
     }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("ends texts", "puts a token behind every text"),
+        ("no special tokens", "has no token that begins or ends a text"),
+    ],
+)
+def test_tokenizers_whose_answers_lm_eval_would_mistake(mini: Path, tmp_path: Path, change: str, message: str):
+    words = tokenizer()
+    if change == "ends texts":
+        words.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+        )
+    else:
+        words = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer)
+    words.save_pretrained(save_model(tmp_path / "model", **LONG))
+    with pytest.raises(LabError, match=message):
+        evaluated(tmp_path / "model", mini)
 
 
 # lm-eval's own command

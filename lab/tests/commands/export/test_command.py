@@ -56,6 +56,12 @@ def test_it_is_written_whole_or_not_at_all(
     assert [*tmp_path.iterdir()] == [saved]
 
 
+def test_onnx_in_bfloat16_is_refused_before_the_work(saved: Path, tmp_path: Path):
+    with pytest.raises(LabError, match=r"dtype: ONNX Runtime does not compute in bfloat16, .* give --dtype float32"):
+        export(ExportOptions(model=str(saved), out=tmp_path / "out", dtype="bfloat16", format="onnx"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_format_of_remote_code_is_refused(saved: Path, tmp_path: Path):
     with pytest.raises(LabError, match="format must be left out with remote_code, got 'pt2'"):
         export(ExportOptions(model=str(saved), out=tmp_path / "out", remote_code=True, format="pt2"))

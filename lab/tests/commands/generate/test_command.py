@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
@@ -134,6 +134,28 @@ def test_an_empty_file_and_too_long_a_prompt_are_named(model_folder: Path, tmp_p
         generate(GenerateConfig(model=str(model_folder), prompts=tmp_path / "empty.txt"))
     with pytest.raises(LabError, match=r"prompt has \d+ token\(s\); with max_new_tokens 64 that is more than .* 64"):
         generate(GenerateConfig(model=str(model_folder), prompt="to be", max_new_tokens=64))
+
+
+def test_the_longest_prompt_is_named_before_any_is_continued(model_folder: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "prompts.txt").write_text("to be\n" + "or not to be " * 30)
+    with pytest.raises(LabError, match=r"prompt 'or not to be or .*' has \d+ token\(s\)"):
+        generate(GenerateConfig(model=str(model_folder), prompts=tmp_path / "prompts.txt"))
+    assert not capsys.readouterr().out
+
+
+def test_a_token_that_a_tokenizer_puts_behind_every_text_is_left_out() -> None:
+    """The model would continue what follows the end of the text."""
+    words = tokenizer()
+    expected = words("to be")["input_ids"]
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert words("to be")["input_ids"] == [*expected, 0]
+    assert encode(words, "to be") == expected
+    assert encode(words, "") == [0]
+    letters = Tokenizer(models.BPE({"<s>": 0, "A": 1, "C": 2}, []))  # knows no other letter
+    letters.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])  # type: ignore[assignment]
+    assert encode(PreTrainedTokenizerFast(tokenizer_object=letters), "CA") == [0, 2, 1]
 
 
 def test_logits_that_are_not_finite_are_not_continued(model_folder: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from kvshift_lab.core.messages import log, no_log
 from kvshift_lab.core.options import to_json
 from kvshift_lab.data.tokenizers import vocab_size_of
 from kvshift_lab.run.head_scores import Measured, attention_maps, measure_heads, sequences_for
-from kvshift_lab.run.loading import load_tokenizer, load_weights
+from kvshift_lab.run.loading import check_tokenizer, load_tokenizer, load_weights
 from kvshift_lab.run.model_files import locate, model_folder
 
 _log = partial(log, command="analyze")
@@ -119,20 +119,25 @@ def _row(model: Any, config: AnalyzeConfig, measured: Measured, tokenizer: Any) 
     return ids, {"caption": caption, "repeat": None, "tokens": [tokenizer.decode([id]) for id in ids.tolist()]}
 
 
-def _lowest_token(run: Path) -> int:
-    """Return the smallest token id of the task that a run was trained on; 0 if the run has no such task."""
-    try:
-        return int(json.loads((run / "config.json").read_text(encoding="utf-8"))["task"]["lowest_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+def _lowest_token(folder: Path) -> int:
+    """Return the smallest token id of the task of the run that a folder is, or is part of; 0 if there is no task."""
+    for run in (folder, folder.resolve().parent):
+        try:
+            return int(json.loads((run / "config.json").read_text(encoding="utf-8"))["task"]["lowest_id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return 0
 
 
-def _number_of_tokens(model: Any, run: Path) -> int | None:
+def _number_of_tokens(model: Any, folder: Path) -> int | None:
     """Return the number of token ids that a model was trained on, which may have more embeddings; None if not known."""
-    for folder in (run / "tokenizer", run):
-        if (folder / "tokenizer.json").is_file():
-            return vocab_size_of(load_tokenizer(folder))
-    return getattr(model.config, "classes", None)
+    try:
+        _, place = locate(str(folder), no_log)
+    except LabError:  # there is no tokenizer
+        return getattr(model.config, "classes", None)
+    tokenizer = load_tokenizer(place)
+    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
+    return vocab_size_of(tokenizer)
 
 
 def _print_summary(heads: list[dict[str, Any]], measured: Measured, page: Path) -> None:

@@ -21,10 +21,9 @@ from kvshift_lab.commands.compare.options import CompareConfig
 from kvshift_lab.commands.compare.report import run_folder, verdicts, write_report
 from kvshift_lab.commands.compare.summary import legend, summarize, table
 from kvshift_lab.core.atomic import read_json, write_json
-from kvshift_lab.core.errors import LabError, RunFailedError
+from kvshift_lab.core.errors import InterruptedRunError, LabError, RunFailedError
 from kvshift_lab.core.messages import log
 from kvshift_lab.core.options import to_json
-from kvshift_lab.run.callbacks import InterruptedRunError
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.inputs import identify_inputs
 from kvshift_lab.run.resolve import expected_options

@@ -16,8 +16,9 @@ Shapes: B windows, T tokens of the longest of them, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,13 +112,25 @@ def windows(parts: Iterable[Part], *, length: int, stride: int) -> Iterator[Wind
 def score(model: Any, wanted: Iterable[Window], batch_size: int) -> Iterator[ScoredTokens]:
     """Yield the losses of the scored tokens batch by batch, not in the order of the text.
 
-    Windows of similar length share a batch. Padding is on the right, where a causal model's scores do not depend on it.
+    Windows of similar length share a batch. Padding is on the right, where a causal model's scores do not depend on it;
+    but those of a model with longrope depend on whether the batch is longer than its original length.
     """
-    left = iter(wanted)
+    left, original = iter(wanted), _original_length(model)
     while group := list(islice(left, batch_size * _SORTED_BATCHES)):
         group.sort(key=lambda window: len(window.ids))
-        for begin in range(0, len(group), batch_size):
-            yield _score_batch(model, group[begin : begin + batch_size])
+        for _, alike in groupby(group, key=lambda window: len(window.ids) > original):
+            together = list(alike)
+            for begin in range(0, len(together), batch_size):
+                yield _score_batch(model, together[begin : begin + batch_size])
+
+
+def _original_length(model: Any) -> float:
+    """Return the length from which on a model's rotary embedding has other angles; infinity if there is none."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return math.inf
+    return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
 
 
 @torch.inference_mode()

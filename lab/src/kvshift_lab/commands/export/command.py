@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.utils import logging
 
@@ -20,7 +21,7 @@ from kvshift_lab.commands.export.programs import (
 )
 from kvshift_lab.commands.export.remote_code import check_folder, require_known, write_code
 from kvshift_lab.core.atomic import new_folder
-from kvshift_lab.core.errors import RunFailedError, require_new
+from kvshift_lab.core.errors import LabError, RunFailedError, require_new
 from kvshift_lab.core.messages import log
 from kvshift_lab.run.loading import MODEL_FILE_ERRORS, load_as_saved
 
@@ -46,6 +47,8 @@ def export(options: ExportOptions) -> None:
         require_packages(options.format)
     logging.disable_progress_bar()
     model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", log=_log)
+    if options.format == "onnx" and not options.remote_code and model.dtype == torch.bfloat16:
+        raise LabError("dtype: ONNX Runtime does not compute in bfloat16, the dtype of the model: give --dtype float32")
     prompts = encode_prompts(tokenizer, model.config, options.model)
     require_known(model)
     if options.format == "mlx":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kvshift_lab.commands.generate.options import GenerateConfig
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.messages import log
 from kvshift_lab.core.seeds import seed_for
-from kvshift_lab.run.loading import load_model
+from kvshift_lab.run.loading import appends_token, load_model
 from kvshift_lab.variants.continuing import continue_rows
 
 _NEW_TOKENS = 128  # default of max_new_tokens
@@ -33,8 +34,13 @@ def generate(config: GenerateConfig) -> None:
         config.model, dtype=config.dtype, device=config.device, log=partial(log, command="generate")
     )
     prompts = [encode(tokenizer, text) for text in texts]
-    for number, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
-        settings = _generation_config(model, tokenizer, len(ids), config)
+    all_settings = [
+        _generation_config(
+            model, tokenizer, ids, config, "prompt" if config.prompts is None else f"prompt {text[:40]!r}"
+        )
+        for text, ids in zip(texts, prompts, strict=True)
+    ]
+    for number, (text, ids, settings) in enumerate(zip(texts, prompts, all_settings, strict=True)):
         for sample in range(config.samples):
             if config.prompts is None and config.samples > 1:
                 print(f"--- {sample + 1} of {config.samples}", flush=True)
@@ -63,6 +69,8 @@ def read_prompts(path: Path) -> list[str]:
 def encode(tokenizer: Any, prompt: str) -> list[int]:
     """Return the token ids of a prompt; if it has none, the beginning-of-text token or, without one, the end token."""
     ids = list(tokenizer(prompt)["input_ids"])
+    if appends_token(tokenizer, prompt):
+        ids.pop()
     if ids:
         return ids
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -71,12 +79,19 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
     return [begin]
 
 
-def _generation_config(model: Any, tokenizer: Any, prompt: int, config: GenerateConfig) -> GenerationConfig:
-    """Convert the options to a GenerationConfig that sets everything, so that no default of the model applies."""
+def _generation_config(
+    model: Any, tokenizer: Any, ids: Sequence[int], config: GenerateConfig, what: str
+) -> GenerationConfig:
+    """Convert the options to a GenerationConfig that sets everything, so that no default of the model applies.
+
+    Args:
+        ids: token ids of the prompt, which an error calls `what`.
+    """
+    prompt = len(ids)
     context, new = getattr(model.config.get_text_config(), "max_position_embeddings", None), config.max_new_tokens
     if context is not None and prompt + (new or 1) > context:
         raise LabError(
-            f"prompt has {prompt} token(s); with max_new_tokens {new or 1} that is more than the model's maximum "
+            f"{what} has {prompt} token(s); with max_new_tokens {new or 1} that is more than the model's maximum "
             f"length of {context} tokens"
         )
     ends = model.generation_config.eos_token_id
