@@ -58,7 +58,7 @@ class _Size:
 _STEP = decide.LAPTOP.batch_size * decide.LAPTOP.data.sequence_length  # tokens
 _SIZES = {
     "smoke": _Size((1,), (PLAIN, SHIFT, SCALE), 2, 2, 4),
-    "laptop": _Size((2,), (PLAIN, SHIFT), 1500, 500, 6_000_000 // _STEP),
+    "laptop": _Size((2,), (PLAIN, SHIFT, SCALE), 1500, 500, 6_000_000 // _STEP),
     "full": _Size((2, 4), (PLAIN, SHIFT, SCALE), 1500, 500, 12_000_000 // _STEP),
 }
 
@@ -158,16 +158,19 @@ class Continued:
                 raise LabError(f"{first.arm} and {second.arm}, seed {first.seed}: the start models differ")
         return found
 
-    def gains(self, layers: int, start: str, name: str = "loss", step: float | None = None) -> list[float]:
-        """Return by how much each seed's loss is lower with the shift.
+    def gains(
+        self, layers: int, start: str, name: str = "loss", step: float | None = None, ours: str = SHIFT
+    ) -> list[float]:
+        """Return by how much each seed's loss is lower than without the shift.
 
         Args:
             layers: depth of both models.
             start: kind of start.
             name: name of the loss: "loss", or "loss_" and a kind of target.
             step: number of steps of text; None for all.
+            ours: the model that is compared with plain attention.
         """
-        return [_at(plain, name, step) - _at(shifted, name, step) for shifted, plain in self.pairs(layers, start)]
+        return [_at(plain, name, step) - _at(other, name, step) for other, plain in self.pairs(layers, start, ours)]
 
     def mean_gains(self, start: str, name: str = "loss", step: float | None = None) -> list[float]:
         """Return the mean of `gains` over the depths, by seed."""
@@ -296,24 +299,34 @@ def tables(records: Sequence[Record]) -> str:
     return f"{_gains_table(Continued(without_tuning_runs(records)))}\n\n{_equal_rates_table(records)}"
 
 
+def _compared(runs: Continued) -> list[tuple[int, str, str]]:
+    """Return depth, kind of start and model of all arms that are compared with plain attention."""
+    return [
+        (layers, start, model)
+        for start in _STARTS
+        for layers in runs.depths
+        for model in (SHIFT, SCALE)
+        if runs.pairs(layers, start, model)
+    ]
+
+
 def _gains_table(runs: Continued) -> str:
     kinds = (f"{kind}, positions from 64 on" for kind in KIND_NAMES.values())
     rows: list[tuple[str, ...]] = [("start", "model", "moment", "prefix matching", "all targets", *kinds)]
-    for start in _STARTS:
-        for layers in runs.depths:
-            pairs = runs.pairs(layers, start)
-            for moment, step in (("after 2 million tokens", runs.early), ("at the end", None)):
-                matching = (
-                    f"{statistics.fmean(_at(pair[number], 'prefix_matching', step) for pair in pairs):.2f}"
-                    for number in (1, 0)
-                )
-                gains = (
-                    runs.gains(layers, start, loss, step) for loss in ("loss", *(f"loss_{kind}" for kind in KINDS))
-                )
-                rows.append((start, layers_text(layers), moment, " / ".join(matching), *map(mean_text, gains)))
+    for layers, start, model in _compared(runs):
+        pairs = runs.pairs(layers, start, model)
+        for moment, step in (("after 2 million tokens", runs.early), ("at the end", None)):
+            matching = (
+                f"{statistics.fmean(_at(pair[number], 'prefix_matching', step) for pair in pairs):.2f}"
+                for number in (1, 0)
+            )
+            losses = ("loss", *(f"loss_{kind}" for kind in KINDS))
+            gains = (mean_text(runs.gains(layers, start, loss, step, model)) for loss in losses)
+            rows.append((start, f"{layers_text(layers)}, {model}", moment, " / ".join(matching), *gains))
     return (
-        "The gain, loss without the shift minus loss with it, in nats per token (95 % intervals over seeds), and the "
-        f"mean prefix matching of the best head, without / with the shift:\n\n{as_markdown(rows, left=None)}"
+        "The gain, loss of plain attention minus loss of the model, in nats per token (95 % intervals over seeds), and "
+        "the mean prefix matching of the best head, of plain attention / of the model:\n\n"
+        f"{as_markdown(rows, left=None)}"
     )
 
 
@@ -327,10 +340,10 @@ def _equal_rates_table(records: Sequence[Record]) -> str:
             )
     rows: list[tuple[str, ...]] = [("start", "model", *(f"rate {rate:.2g}" for rate in sorted(by_rate)))]
     studies = [Continued(by_rate[rate]) for rate in sorted(by_rate)]
-    for start in _STARTS:
-        for layers in studies[0].depths if studies else ():
-            gains = (study.gains(layers, start) for study in studies)
-            rows.append((start, layers_text(layers), *(mean_text(found) if found else "" for found in gains)))
+    for layers, start, model in _compared(studies[0]) if studies else ():
+        gains = (study.gains(layers, start, ours=model) for study in studies)
+        texts = (mean_text(found) if found else "" for found in gains)
+        rows.append((start, f"{layers_text(layers)}, {model}", *texts))
     return f"The gain at the end of the tuning runs, at equal rates (seed 1000):\n\n{as_markdown(rows, left=None)}"
 
 
@@ -342,8 +355,10 @@ def plot(records: Sequence[Record]) -> Figure:
     labels = ["prefix matching,\nbest head", "gain (nats per token)"] * len(places)
     figure, panels = new_figure(titles, ylabels=labels, columns=2, height=2.6)
     for (layers, start), copying, gaining in zip(places, panels[::2], panels[1::2], strict=True):
-        pairs = runs.pairs(layers, start)
+        pairs, scaled = runs.pairs(layers, start), runs.pairs(layers, start, SCALE)
         curves = {"KV-shift": _curves([pair[0] for pair in pairs]), "vanilla": _curves([pair[1] for pair in pairs])}
+        if scaled:
+            curves[SCALE] = _curves([pair[0] for pair in scaled])
         draw_means(copying, curves, limits=(0, 1))
         draw_chance(copying, LEVEL, f"{LEVEL:g}, from which a model counts as copying")
         draw_means(gaining, {name: _gain_curves(pairs, loss) for name, loss in _LOSSES.items()})
