@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -84,10 +85,15 @@ def _without_unresolved(options: Mapping[str, Any], later: Set[str]) -> dict[str
 def _require_new(folder: RunFolder) -> None:
     """Raise a LabError unless the folder has only what a run writes before its config.json, and hidden files."""
     first = {folder.environment} | ({folder.tokenizer} if (folder.tokenizer / ORIGIN).exists() else set())
-    foreign = sorted(path.name for path in {*folder.path.iterdir()} - first if not path.name.startswith("."))
+    refuse_other_files(folder.path, first, "run")
+
+
+def refuse_other_files(out: Path, own: Set[Path], what: str) -> None:
+    """Raise a LabError if a folder without a "run" or "comparison" has files that are not its `own` and not hidden."""
+    foreign = sorted(path.name for path in {*out.iterdir()} - own if not path.name.startswith("."))
     if foreign:
         raise LabError(
-            f"out: {folder.path} is not empty and contains no run ({', '.join(foreign[:3])} ...); "
+            f"out: {out} is not empty and contains no {what} ({', '.join(foreign[:3])} ...); "
             "choose a folder that is new or empty"
         )
 

@@ -300,6 +300,15 @@ def test_options_that_cannot_be(tmp_path, trained, changes, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_with_other_files(tmp_path, trained):
+    (tmp_path / "seed-0").mkdir()  # left by a comparison whose runs did not begin
+    (tmp_path / "report.html").write_text("not ours")
+    with pytest.raises(LabError, match=r"contains no comparison \(report.html ...\); choose a folder that is new"):
+        compare(config_for(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"seed-0", "report.html"}
+    assert trained == []
+
+
 @pytest.mark.parametrize("place", ["file", "file/folder"])
 def test_a_folder_that_cannot_be_made(tmp_path, trained, place):
     (tmp_path / "file").touch()
@@ -324,7 +333,9 @@ def test_torchrun_would_start_it_several_times(tmp_path, trained, monkeypatch):
 
 
 def test_a_report_that_cannot_be_written(tmp_path, trained, unplotted):
-    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    compare(config_for(tmp_path / "out"))
+    (tmp_path / "out" / "report.html").unlink()
+    (tmp_path / "out" / "report.html").mkdir()
     with pytest.raises(RunFailedError, match=r"report in .* could not be written: .*the runs are kept") as failure:
         compare(config_for(tmp_path / "out"))
     assert failure.value.exit_code == 3

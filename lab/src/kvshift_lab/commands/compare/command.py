@@ -27,6 +27,7 @@ from kvshift_lab.core.options import to_json
 from kvshift_lab.run.folder import RunFolder
 from kvshift_lab.run.inputs import identify_inputs
 from kvshift_lab.run.resolve import expected_options
+from kvshift_lab.run.resume import refuse_other_files
 from kvshift_lab.run.train import train
 from kvshift_lab.run.train_config import TrainConfig, differences
 from kvshift_lab.study.arm import Arm
@@ -140,6 +141,8 @@ def _run(config: CompareConfig) -> list[Record]:
     else:
         try:
             out.mkdir(parents=True, exist_ok=True)
+            if not any(RunFolder(folder).config.exists() for _, folder in jobs):  # nor were runs started one by one
+                refuse_other_files(out, {*out.glob("seed-*")}, "comparison")
             write_json(path, options)
         except OSError as error:
             raise LabError(f"out: {out} cannot be written to: {error}") from error
