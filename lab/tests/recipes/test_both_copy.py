@@ -88,6 +88,15 @@ def test_the_control_is_claimed_where_it_was_run():
     assert SCALED not in verdicts(records(LARGE, after_random=RANDOM_GAINS, scaled=False))
 
 
+def test_without_random_starts_nothing_is_claimed_of_them():
+    given = [record for record in records(LARGE, after_random=RANDOM_GAINS) if SPANS in record.arm.label]
+    found = verdicts(given)
+    assert BOTH in found
+    assert not {KEPT, MORE} & found.keys()
+    assert RANDOM not in RECIPE.tables(given)
+    assert {job.arm.case for job in RECIPE.arms("deeper")} == {SPANS}
+
+
 def test_models_of_a_pair_started_from_the_same_weights():
     given = records(LARGE, after_random=RANDOM_GAINS)
     other = {**given[1].options, "data_facts": {"init_from": "other"}}

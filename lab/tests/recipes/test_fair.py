@@ -16,7 +16,7 @@ WITHOUT_GRID = {
     ("which_mixing", "lower_rate"): "a second rate for baselines whose tuned rate is the end of laptop's grid",
     ("decide", "pilot"): "it measures what seeds change, and decides nothing",
 }
-FEWER_RATES = {("cfg", "long"): 2, ("both_copy", "laptop"): 2}
+FEWER_RATES = {("cfg", "long"): 2, ("both_copy", "laptop"): 2, ("both_copy", "deeper"): 2}
 TRAIN = [
     (name, preset)
     for name, entry in CATALOGUE.items()

@@ -46,19 +46,21 @@ _KEPT = 0.2  # difference in prefix matching from which one model keeps copying 
 
 @dataclass(frozen=True)
 class _Size:
-    """What a preset trains: depths, models, and steps on random tokens, on repeated text and on text."""
+    """What a preset trains: depths, models, steps on random tokens, on repeated text and on text; kinds of start."""
 
     depths: tuple[int, ...]
     models: tuple[str, ...]
     random_steps: int
     spans_steps: int
     steps: int
+    starts: tuple[str, ...] = (SPANS, RANDOM)
 
 
 _STEP = decide.LAPTOP.batch_size * decide.LAPTOP.data.sequence_length  # tokens
 _SIZES = {
     "smoke": _Size((1,), (PLAIN, SHIFT, SCALE), 2, 2, 4),
     "laptop": _Size((2,), (PLAIN, SHIFT, SCALE), 1500, 500, 6_000_000 // _STEP),
+    "deeper": _Size((4,), (PLAIN, SHIFT), 1500, 500, 6_000_000 // _STEP, (SPANS,)),
     "full": _Size((2, 4), (PLAIN, SHIFT, SCALE), 1500, 500, 12_000_000 // _STEP),
 }
 
@@ -74,7 +76,9 @@ def arms(preset: str) -> list[ContinuedJob]:
     Starts alternate, so that two processes do not wait for the same start model.
     """
     size = _SIZES[preset]
-    return [_job(preset, model, layers, start) for layers in size.depths for model in size.models for start in _STARTS]
+    return [
+        _job(preset, model, layers, start) for layers in size.depths for model in size.models for start in size.starts
+    ]
 
 
 def _job(preset: str, model: str, layers: int, start: str) -> ContinuedJob:
@@ -209,7 +213,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     runs = Continued(records)
     depths = ", ".join(map(str, runs.depths))
     where = f"mean over {depths} layers" if len(runs.depths) > 1 else layers_text(runs.depths[0])
-    return [*_both_copy(runs, where), *_forgetting(runs, where)]
+    forgetting = _forgetting(runs, where) if runs.pairs(runs.depths[0], RANDOM) else []
+    return [*_both_copy(runs, where), *forgetting]
 
 
 def _both_copy(runs: Continued, where: str) -> list[Claim]:
