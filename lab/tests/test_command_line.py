@@ -13,7 +13,9 @@ import pytest
 import tyro
 
 from kvshift_lab import cli
-from kvshift_lab.command_line import read
+from kvshift_lab.command_line import read, refuse_repeated
+from kvshift_lab.commands.eval.options import EvalConfig
+from kvshift_lab.run.train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,11 @@ def test_what_follows_two_dashes_is_no_option(wall):
 def test_an_option_of_several_values_that_is_given_twice_is_refused(words, option, capsys):
     assert cli.main(words.split()) == 2
     assert f": {option} is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["train --out config --config=b.yaml", "eval against b.txt --against c"])
+def test_a_value_that_is_called_like_an_option_is_none(words):
+    refuse_repeated(TrainConfig if words.startswith("train") else EvalConfig, words.split()[1:])
 
 
 def test_of_another_option_the_last_counts():

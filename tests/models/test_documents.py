@@ -136,6 +136,16 @@ def test_a_mask_of_the_new_tokens_alone_is_refused():
         model(ids[:, 4:], attention_mask=torch.ones(2, 2), **{CACHE: store})
 
 
+@pytest.mark.parametrize(("columns", "rows", "error"), [(3, 2, RuntimeError), (1, 2, RuntimeError), (4, 1, ValueError)])
+def test_a_mask_of_other_shape_is_refused_by_compiled_calls_too(columns: int, rows: int, error: type[Exception]):
+    model, ids = tiny_model(), random_tokens(2, 4)
+    store = StaticCache(model.config, max_cache_len=12)
+    call = torch.compile(model, backend="eager")
+    logits_of(call, ids[:, :3], attention_mask=torch.ones(2, 3), **{CACHE: store})
+    with pytest.raises(error, match=r"attention_mask must (have a column for every|be \(2, 4\))"):
+        logits_of(call, ids[:, 3:], attention_mask=torch.ones(rows, columns), **{CACHE: store})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "store", ["none", "dynamic", "static", pytest.param("static, compiled", marks=pytest.mark.slow)]
@@ -206,6 +216,15 @@ FLASH: dict[str, tuple[dict[str, Any], bool]] = {
         False,
     ),
     "several rows that restart": ({"position_ids": RESTART.expand(2, -1), "seq_idx": torch.zeros(2, 5).long()}, True),
+    "no rows": ({"position_ids": RESTART[:0]}, True),
+    "continues a cache": ({"position_ids": torch.arange(4, 9)[None], "cached": 4}, True),
+    "continues a cache in several rows": ({"position_ids": torch.arange(4, 9).expand(2, -1), "cached": 4}, True),
+    "restarts after a cache": ({"position_ids": RESTART, "cached": 4}, False),
+    "restarts after a cache by seq_idx alone": ({"seq_idx": RESTART // 2, "cached": 4}, False),
+    "jumps after a cache, one document by seq_idx": (
+        {"position_ids": torch.tensor([[4, 5, 9, 10, 11]]), "seq_idx": torch.zeros(1, 5).long(), "cached": 4},
+        False,
+    ),
 }
 
 
@@ -217,6 +236,9 @@ def test_flash_attention_would_separate_what_is_named(given: dict[str, Any], rig
     config = tiny_model().config
     config._attn_implementation = "flash_attention_2"
     given = {"attention_mask": None, "past_key_values": None, "position_ids": None, **given}
+    if cached := given.pop("cached", 0):
+        given["past_key_values"] = DynamicCache(config=config)
+        given["past_key_values"].update(*torch.zeros(2, 1, 2, cached, 8), 0)
     batch = 1 if given["position_ids"] is None else len(given["position_ids"])
     error = RuntimeError if compiled else ValueError
     refused = pytest.raises(error, match="flash attention separates documents only within one unpadded row")

@@ -73,9 +73,9 @@ def refuse_repeated(options: type, args: Sequence[str]) -> None:
     """
     several = {option.name for option in list_options(options) if option.takes_several} | {"config"}
     seen: set[str] = set()
-    for arg in args[: args.index("--")] if "--" in args else args:
-        name = arg.partition("=")[0].removeprefix("--").replace("-", "_")
-        if arg.startswith("--") and name in several & seen:
+    given = args[: args.index("--")] if "--" in args else args
+    for name in (arg.partition("=")[0][2:].replace("-", "_") for arg in given if arg.startswith("--")):
+        if name in several & seen:
             option = f"--{name.replace('_', '-')}"
             raise LabError(
                 f"{option} is given twice: give {'one' if name == 'config' else f'all values after one {option}'}"

@@ -162,12 +162,12 @@ def test_a_window_that_is_not_reached_is_noted():
     assert report.notes == ["sliding_window=40 is not reached by sequences of 24 tokens"]
 
 
-def test_a_shift_that_is_the_identity_is_noted():
+def test_a_shift_that_gives_earlier_tokens_no_weight_is_noted():
     """What it would carry across a boundary is multiplied by 0."""
     import peft
 
     (said,) = check_model(add_kv_shift(stock("Qwen3")), properties=["batch"]).notes
-    assert re.fullmatch(r"the shift of \d layers is the identity: what it would carry too far cannot be seen", said)
+    assert re.fullmatch(r"the shift of \d layers gives earlier tokens no weight yet: its faults cannot be seen", said)
     assert not check_model(tiny_model(), properties=["batch"]).notes
     adapted = peft.get_peft_model(
         add_kv_shift(stock("Qwen3")), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["shift"])

@@ -81,7 +81,14 @@ def create_masks(
         seen = _num_cached_tokens(past_key_values)
         offsets = document_offsets(_document_numbers(named, inputs_embeds), seen, begun)
     if attention.startswith("flash_attention"):
-        check_flash_documents(documents, batch=batch, begun=begun, not_padding_BT=padding, position_ids=position_ids)
+        check_flash_documents(
+            documents,
+            batch=batch,
+            begun=begun,
+            not_padding_BT=padding,
+            position_ids=position_ids,
+            seen=_num_cached_tokens(past_key_values),
+        )
     layer_types = sorted(set(config.layer_types))
     tokens: dict[str, Any] = {"attention_mask": attention_mask, "and_mask_function": same_document(offsets, seen)}
     windows = tokens
@@ -125,16 +132,18 @@ def _of_tokens_so_far(attention_mask: Tensor | None, batch: int, positions: int,
     calls with a static cache get them all: a traced graph must not depend on data.)
 
     Raises:
-        ValueError: the mask has other rows, or lacks a column for a token.
+        ValueError: the mask has other rows, or lacks a column for a token; in compiled calls with a static cache, a
+            missing column is a RuntimeError.
     """
     if attention_mask is None or is_exporting():
         return attention_mask
+    rows, columns = attention_mask.shape
     seen = _num_cached_tokens(cache)
     if isinstance(seen, Tensor):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and rows == batch:
+            _require(seen + positions <= columns, "attention_mask must have a column for every token so far")
             return attention_mask
         seen = int(seen)
-    rows, columns = attention_mask.shape
     if rows != batch or columns < seen + positions:
         raise ValueError(
             f"attention_mask must be ({batch}, {seen + positions}), {seen} tokens in the cache and {positions} new "
@@ -394,17 +403,19 @@ def check_flash_documents(
     begun: Tensor | None,
     not_padding_BT: Tensor | None,
     position_ids: Tensor | None,
+    seen: int | Tensor,
 ) -> None:
     """Raise a ValueError for documents that flash attention would not separate: it takes boundaries, but no 4D mask.
 
     Transformers passes it the boundaries of one row without padding: unless all `position_ids` increase by one, a
-    document begins wherever they are 0.
+    document begins wherever they are 0. Of keys in a cache it does not say to which document they belong.
 
     Args:
         documents: numbers from `document_index`, derived from all arguments.
         batch: B.
         begun: as in `document_offsets`.
         not_padding_BT, position_ids: real tokens and positions of the call.
+        seen: number of tokens in each row before this call.
     """
     message = (
         "flash attention separates documents only within one unpadded row, where position_ids restart at 0, and "
@@ -414,13 +425,17 @@ def check_flash_documents(
         _require((begun == 0).all(), message)
     one_document = documents is None or (documents == documents[:, :1]).all()
     separates: bool | Tensor = True
-    if position_ids is not None and position_ids.shape[1] > 1:
+    follow: bool | Tensor = True
+    if batch == 1 and position_ids is not None and position_ids.shape[1] > 1:
         positions_T = position_ids[0]
+        follow = (positions_T.diff() == 1).all()
         first_T = torch.arange(len(positions_T), device=positions_T.device) == 0
         starts_T = first_T if documents is None else first_T | (documents[0].diff(prepend=documents[0, :1]) != 0)
-        restarts_T = torch.where((positions_T.diff() == 1).all(), first_T, positions_T == 0)
+        restarts_T = torch.where(follow, first_T, positions_T == 0)
         separates = (starts_T == restarts_T).all()
-    if batch > 1:
+    if isinstance(seen, Tensor) or seen > 0:
+        separates = ((seen == 0) & separates) | (one_document & follow)
+    if batch != 1:
         separates = one_document
     elif not_padding_BT is not None:  # without a 0 in it, which compiled calls cannot know, it has no effect
         is_padded = ~not_padding_BT.all()

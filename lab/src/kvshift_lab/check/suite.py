@@ -69,7 +69,7 @@ def check_model(
     ]
     named = ((name, module) for name, module in model.named_modules() if ".original_module" not in name)  # PEFT's copy
     if idle := sum(_shifts_nothing_yet(module) for _, module in named):
-        notes.append(f"the shift of {idle} layers is the identity: what it would carry too far cannot be seen")
+        notes.append(f"the shift of {idle} layers gives earlier tokens no weight yet: its faults cannot be seen")
     own = model.dtype
     wanted = dtype or (torch.float32 if own in (torch.bfloat16, torch.float16) else own)
     if wanted != own and not getattr(model, "is_quantized", False):

@@ -84,10 +84,11 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     require_ids(tokenizer.name_or_path or "", vocab_size_of(tokenizer) - 1, vocab_size)
 
 
-def appends_token(tokenizer: Any, text: str) -> bool:
-    """Return whether the tokenizer puts a token behind a text, such as one that ends it."""
+def num_appended_tokens(tokenizer: Any, text: str) -> int:
+    """Return how many tokens the tokenizer puts behind a text, such as one that ends it."""
     ids, bare = (list(tokenizer(text, add_special_tokens=special)["input_ids"]) for special in (True, False))
-    return len(bare) > 0 and ids[-len(bare) :] != bare
+    ends = range(len(ids), len(bare) - 1, -1) if bare else ()
+    return next((len(ids) - end for end in ends if ids[end - len(bare) : end] == bare), 0)
 
 
 def load_tokenizer(folder: str | Path) -> Any:

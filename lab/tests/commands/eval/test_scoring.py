@@ -69,7 +69,7 @@ def test_bytes_and_blocks():
         assert np.concatenate(values).tolist() == expected
 
 
-@pytest.mark.parametrize("batch_size", [2, 16])
+@pytest.mark.parametrize("batch_size", [3, 16])
 def test_longrope_scores_every_window_as_alone(batch_size):
     """Its angles depend on whether the longest sequence of the batch exceeds the original length."""
     sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}

@@ -143,16 +143,17 @@ def test_the_longest_prompt_is_named_before_any_is_continued(model_folder: Path,
     assert not capsys.readouterr().out
 
 
-def test_a_token_that_a_tokenizer_puts_behind_every_text_is_left_out() -> None:
+@pytest.mark.parametrize("behind", ["<|endoftext|>", "<|endoftext|> <|endoftext|>"])
+def test_tokens_that_a_tokenizer_puts_behind_every_text_are_left_out(behind: str) -> None:
     """The model would continue what follows the end of the text."""
     words = tokenizer()
     expected = words("to be")["input_ids"]
     words.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+        single=f"$A {behind}", special_tokens=[("<|endoftext|>", 0)]
     )
-    assert words("to be")["input_ids"] == [*expected, 0]
+    assert words("to be")["input_ids"] == expected + [0] * len(behind.split())
     assert encode(words, "to be") == expected
-    assert encode(words, "") == [0]
+    assert encode(words, "")[0] == 0
     letters = Tokenizer(models.BPE({"<s>": 0, "A": 1, "C": 2}, []))  # knows no other letter
     letters.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])  # type: ignore[assignment]
     assert encode(PreTrainedTokenizerFast(tokenizer_object=letters), "CA") == [0, 2, 1]

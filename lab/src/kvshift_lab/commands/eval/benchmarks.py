@@ -28,7 +28,7 @@ from kvshift_lab.core.messages import log, no_log
 from kvshift_lab.core.statistics import mean_of
 from kvshift_lab.data.config import SHARED_DATA_ENV
 from kvshift_lab.run.inputs import identify_model
-from kvshift_lab.run.loading import appends_token, load_model
+from kvshift_lab.run.loading import load_model, num_appended_tokens
 from kvshift_lab.run.model_files import locate
 from kvshift_lab.variants.uncached import decodes_with_cache
 
@@ -138,7 +138,7 @@ def load_tasks(names: Sequence[str], data: str) -> dict[str, Any]:
 
 def _answers(name: str, tasks: dict[str, Any], config: EvalConfig) -> tuple[dict[str, Samples], str]:
     model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, log=_log)
-    if appends_token(tokenizer, "A text"):
+    if num_appended_tokens(tokenizer, "A text"):
         raise LabError(
             f"tasks: the tokenizer of {name} puts a token behind every text, which lm-eval takes for its end"
         )

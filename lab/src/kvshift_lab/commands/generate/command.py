@@ -16,7 +16,7 @@ from kvshift_lab.commands.generate.options import GenerateConfig
 from kvshift_lab.core.errors import LabError
 from kvshift_lab.core.messages import log
 from kvshift_lab.core.seeds import seed_for
-from kvshift_lab.run.loading import appends_token, load_model
+from kvshift_lab.run.loading import load_model, num_appended_tokens
 from kvshift_lab.variants.continuing import continue_rows
 
 _NEW_TOKENS = 128  # default of max_new_tokens
@@ -69,8 +69,7 @@ def read_prompts(path: Path) -> list[str]:
 def encode(tokenizer: Any, prompt: str) -> list[int]:
     """Return the token ids of a prompt; if it has none, the beginning-of-text token or, without one, the end token."""
     ids = list(tokenizer(prompt)["input_ids"])
-    if appends_token(tokenizer, prompt):
-        ids.pop()
+    ids = ids[: len(ids) - num_appended_tokens(tokenizer, prompt)]
     if ids:
         return ids
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
