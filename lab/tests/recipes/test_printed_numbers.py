@@ -39,6 +39,18 @@ PRINTED = [
     ),
     (
         "both_copy",
+        "After repeated text, 2 layers: at the end, KV shift has a lower loss than a scale",
+        "README.md",
+        "{0:.3f} more than scaling the heads",
+    ),
+    (
+        "both_copy",
+        "After repeated text, 2 layers: at the end, KV shift has a lower loss than a scale",
+        "docs/lessons.md",
+        "{0:.3f} lower ({1:.3f} to {2:.3f}) than that control",
+    ),
+    (
+        "both_copy",
         "After repeated text, 2 layers: at the end, KV shift has a loss lower",
         "docs/lessons.md",
         "{0:.3f} lower ({1:.3f} to {2:.3f}) after 6 million tokens",

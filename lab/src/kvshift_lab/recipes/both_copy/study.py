@@ -39,6 +39,7 @@ _START_LENGTH = 128
 _START_MATCHING = 0.5
 
 PLAIN, SHIFT, SCALE = "vanilla", "kv-shift", "scale alone"
+_NAMES = {PLAIN: "vanilla", SHIFT: "KV-shift", SCALE: SCALE}  # on a page
 
 _EARLY_TOKENS = 2_000_000
 _KEPT = 0.2  # difference in prefix matching from which one model keeps copying and the other does not
@@ -327,7 +328,7 @@ def _gains_table(runs: Continued) -> str:
             )
             losses = ("loss", *(f"loss_{kind}" for kind in KINDS))
             gains = (mean_text(runs.gains(layers, start, loss, step, model)) for loss in losses)
-            rows.append((start, f"{layers_text(layers)}, {model}", moment, " / ".join(matching), *gains))
+            rows.append((start, f"{layers_text(layers)}, {_NAMES[model]}", moment, " / ".join(matching), *gains))
     return (
         "The gain, loss of plain attention minus loss of the model, in nats per token (95 % intervals over seeds), and "
         "the mean prefix matching of the best head, of plain attention / of the model:\n\n"
@@ -348,7 +349,7 @@ def _equal_rates_table(records: Sequence[Record]) -> str:
     for layers, start, model in _compared(studies[0]) if studies else ():
         gains = (study.gains(layers, start, ours=model) for study in studies)
         texts = (mean_text(found) if found else "" for found in gains)
-        rows.append((start, f"{layers_text(layers)}, {model}", *texts))
+        rows.append((start, f"{layers_text(layers)}, {_NAMES[model]}", *texts))
     return f"The gain at the end of the tuning runs, at equal rates (seed 1000):\n\n{as_markdown(rows, left=None)}"
 
 
@@ -360,11 +361,11 @@ def plot(records: Sequence[Record]) -> Figure:
     labels = ["prefix matching,\nbest head", "gain (nats per token)"] * len(places)
     figure, panels = new_figure(titles, ylabels=labels, columns=2, height=2.6)
     for (layers, start), copying, gaining in zip(places, panels[::2], panels[1::2], strict=True):
-        pairs, scaled = runs.pairs(layers, start), runs.pairs(layers, start, SCALE)
-        curves = {"KV-shift": _curves([pair[0] for pair in pairs]), "vanilla": _curves([pair[1] for pair in pairs])}
-        if scaled:
-            curves[SCALE] = _curves([pair[0] for pair in scaled])
-        draw_means(copying, curves, limits=(0, 1))
+        pairs = runs.pairs(layers, start)
+        copied = {SHIFT: [pair[0] for pair in pairs], PLAIN: [pair[1] for pair in pairs]}
+        if scaled := runs.pairs(layers, start, SCALE):
+            copied[SCALE] = [pair[0] for pair in scaled]
+        draw_means(copying, {_NAMES[model]: _curves(found) for model, found in copied.items()}, limits=(0, 1))
         draw_chance(copying, LEVEL, f"{LEVEL:g}, from which a model counts as copying")
         draw_means(gaining, {name: _gain_curves(pairs, loss) for name, loss in _LOSSES.items()})
         gaining.axhline(0, color="#777777", linewidth=0.8)
