@@ -39,7 +39,7 @@ _START_LENGTH = 128
 _START_MATCHING = 0.5
 
 PLAIN, SHIFT, SCALE = "vanilla", "kv-shift", "scale alone"
-_NAMES = {PLAIN: "vanilla", SHIFT: "KV-shift", SCALE: SCALE}  # on a page
+_NAMES = {PLAIN: "vanilla", SHIFT: "KV-shift", SCALE: f"KV-shift, {SCALE}"}  # on a page
 
 _EARLY_TOKENS = 2_000_000
 _KEPT = 0.2  # difference in prefix matching from which one model keeps copying and the other does not
