@@ -424,22 +424,21 @@ def check_flash_documents(
     if begun is not None:
         _require((begun == 0).all(), message)
     one_document = documents is None or (documents == documents[:, :1]).all()
-    separates: bool | Tensor = True
-    follow: bool | Tensor = True
-    if batch == 1 and position_ids is not None and position_ids.shape[1] > 1:
-        positions_T = position_ids[0]
-        follow = (positions_T.diff() == 1).all()
-        first_T = torch.arange(len(positions_T), device=positions_T.device) == 0
-        starts_T = first_T if documents is None else first_T | (documents[0].diff(prepend=documents[0, :1]) != 0)
-        restarts_T = torch.where(follow, first_T, positions_T == 0)
-        separates = (starts_T == restarts_T).all()
-    if isinstance(seen, Tensor) or seen > 0:
-        separates = ((seen == 0) & separates) | (one_document & follow)
     if batch != 1:
         separates = one_document
-    elif not_padding_BT is not None:  # without a 0 in it, which compiled calls cannot know, it has no effect
-        is_padded = ~not_padding_BT.all()
-        separates = (is_padded | separates) & (~is_padded | one_document)
+    else:
+        separates = follow = True
+        if position_ids is not None and position_ids.shape[1] > 1:
+            positions_T = position_ids[0]
+            follow = (positions_T.diff() == 1).all()
+            first_T = torch.arange(len(positions_T), device=positions_T.device) == 0
+            starts_T = first_T if documents is None else first_T | (documents[0].diff(prepend=documents[0, :1]) != 0)
+            restarts_T = torch.where(follow, first_T, positions_T == 0)
+            separates = (starts_T == restarts_T).all()
+        separates = ((seen == 0) & separates) | (one_document & follow)
+        if not_padding_BT is not None:  # without a 0 in it, which compiled calls cannot know, it has no effect
+            is_padded = ~not_padding_BT.all()
+            separates = (is_padded | separates) & (~is_padded | one_document)
     if isinstance(separates, Tensor):
         _require(separates, message)
 

@@ -29,7 +29,7 @@ from kvshift_lab.study.claims import Claim, Direction, higher, holds_if, lower, 
 from kvshift_lab.study.continued import ContinuedJob
 from kvshift_lab.study.jobs import TextJob
 from kvshift_lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, value_at, without_tuning_runs
-from kvshift_lab.variants.by_name import with_variant
+from kvshift_lab.variants.by_name import VARIANTS, with_variant
 from kvshift_lab.variants.model_config import ModelConfig
 
 SPANS, RANDOM = "after repeated text", "after repeated random tokens"
@@ -39,7 +39,7 @@ _START_LENGTH = 128
 _START_MATCHING = 0.5
 
 PLAIN, SHIFT, SCALE = "vanilla", "kv-shift", "scale alone"
-_NAMES = {PLAIN: "vanilla", SHIFT: "KV-shift", SCALE: f"KV-shift, {SCALE}"}  # on a page
+_NAMES = {PLAIN: VARIANTS[PLAIN].label, SHIFT: VARIANTS[SHIFT].label, SCALE: f"{VARIANTS[SHIFT].label}, {SCALE}"}
 
 _EARLY_TOKENS = 2_000_000
 _KEPT = 0.2  # difference in prefix matching from which one model keeps copying and the other does not
