@@ -69,16 +69,13 @@ def write_code(model: Any, folder: Path) -> Path:
     return path
 
 
-def check_folder(
-    folder: Path, prompts: list[Tensor], expected: dict[str, Tensor], python: str = sys.executable
-) -> float:
+def check_folder(folder: Path, prompts: list[Tensor], expected: dict[str, Tensor]) -> float:
     """Load the folder with its code in another process, and compare its results with those of the model.
 
     Args:
         folder: Folder of the model and its code.
         prompts: Prompts (T,) of any lengths.
         expected: Results of `compute` for these prompts.
-        python: The interpreter. Its environment may have another version of transformers.
 
     Returns:
         The largest difference of logits. The tokens are equal.
@@ -90,7 +87,7 @@ def check_folder(
         given, found = (Path(place) / name for name in ("given", "found"))
         save_file({str(i): prompt for i, prompt in enumerate(prompts)}, given)
         environment = {**os.environ, "HF_MODULES_CACHE": str(Path(place) / "modules"), "HF_HUB_OFFLINE": "1"}
-        arguments = [python, "-W", "ignore", "-c", _CHILD, str(folder), str(given), str(found)]
+        arguments = [sys.executable, "-W", "ignore", "-c", _CHILD, str(folder), str(given), str(found)]
         ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
             last = (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
