@@ -21,7 +21,6 @@ from kvshift_lab.study.arm import Arm, arm_from_label
 from kvshift_lab.study.claims import Direction
 from kvshift_lab.study.entry import Entry, Preset
 from kvshift_lab.study.recipe import Job, Recipe, Record
-from kvshift_lab.study.records import record_of
 from kvshift_lab.study.sweep_progress import last_step
 
 HARDWARE = {"device": "cpu", "cpu": "abacus", "cores": 2, "threads": 1}
@@ -115,6 +114,8 @@ def runs(out: Path) -> int:
 
 def ran(job: Job, out: Path) -> Record:
     """Run a job from its beginning to its end, and return its record."""
+    from kvshift_lab.study.records import record_of  # imports what trains, for which every new process would wait
+
     assert not job.is_finished(out)
     job.run(out)
     assert job.is_finished(out)

@@ -137,7 +137,7 @@ def test_an_isolated_job_has_a_new_process(tmp_path: Path, monkeypatch: pytest.M
 
 
 ONCE = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 from pathlib import Path
 from kvshift_lab.study.sweep import sweep
 from tests.study.cases import Waiting
@@ -146,7 +146,7 @@ begun, number = Path(sys.argv[1]), int(sys.argv[2])
 
 def interrupt():
     while not (begun / "begun").exists():
-        pass
+        time.sleep(0.01)
     os.killpg(0, number)  # as a terminal does on Ctrl-C
 
 threading.Thread(target=interrupt, daemon=True).start()
