@@ -61,7 +61,7 @@ _STEP = decide.LAPTOP.batch_size * decide.LAPTOP.data.sequence_length  # tokens
 _SIZES = {
     "smoke": _Size((1,), (PLAIN, SHIFT, SCALE), 2, 2, 4),
     "laptop": _Size((2,), (PLAIN, SHIFT, SCALE), 1500, 500, 6_000_000 // _STEP),
-    "deeper": _Size((4,), (PLAIN, SHIFT), 1500, 500, 6_000_000 // _STEP, (SPANS,)),
+    "deeper": _Size((4,), (PLAIN, SHIFT, SCALE), 1500, 500, 6_000_000 // _STEP, (SPANS,)),
     "full": _Size((2, 4), (PLAIN, SHIFT, SCALE), 1500, 500, 12_000_000 // _STEP),
 }
 
