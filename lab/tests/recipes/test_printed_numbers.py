@@ -17,7 +17,7 @@ from kvshift_lab.study.records import read_records
 ROOT = Path(__file__).parents[3]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?")
 
-# Recipe, statement of its claim, pages, what they print of the numbers in the measurement, in their order
+# Recipe (with its preset, if not laptop), statement of its claim, page, and what it prints of the numbers in the measurement
 PRINTED = [
     (
         "decide",
@@ -38,16 +38,28 @@ PRINTED = [
         "{0:.3f} nats with two layers",
     ),
     (
-        "both_copy",
-        "After repeated text, 2 layers: at the end, KV shift has a lower loss than a scale",
+        "both_copy deeper",
+        "After repeated text, 4 layers: at the end, KV shift has a loss lower",
         "README.md",
-        "{0:.3f} more than scaling the heads",
+        "{0:.3f} with four",
+    ),
+    (
+        "both_copy deeper",
+        "After repeated text, 4 layers: at the end, KV shift has a loss lower",
+        "docs/lessons.md",
+        "{0:.3f} lower ({1:.3f} to {2:.3f}) with four layers",
+    ),
+    (
+        "both_copy deeper",
+        "After repeated text, 4 layers: at the end, KV shift has a lower loss than a scale",
+        "docs/lessons.md",
+        "{0:.3f} lower ({1:.3f} to {2:.3f}) with four.",
     ),
     (
         "both_copy",
         "After repeated text, 2 layers: at the end, KV shift has a lower loss than a scale",
         "docs/lessons.md",
-        "{0:.3f} lower ({1:.3f} to {2:.3f}) than that control",
+        "{0:.3f} lower ({1:.3f} to {2:.3f}) than that control with two layers",
     ),
     (
         "both_copy",
@@ -101,23 +113,23 @@ PRINTED = [
 
 
 @cache
-def records_of(name: str) -> tuple[Record, ...]:
+def records_of(name: str, preset: str = "laptop") -> tuple[Record, ...]:
     runs = find_recipe(name).entry.runs
-    return tuple(without_tuning_runs(read_records(ROOT / "results" / runs / "laptop.jsonl")))
+    return tuple(without_tuning_runs(read_records(ROOT / "results" / runs / f"{preset}.jsonl")))
 
 
 @cache
-def claims_of(name: str) -> tuple[Claim, ...]:
-    return tuple(find_recipe(name).claims(records_of(name)))
+def claims_of(name: str, preset: str = "laptop") -> tuple[Claim, ...]:
+    return tuple(find_recipe(name).claims(records_of(name, preset)))
 
 
 def page_text(page: str) -> str:
     return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
-@pytest.mark.parametrize(("name", "statement", "page", "text"), PRINTED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("name", "statement", "page", "text"), PRINTED, ids=lambda value: str(value)[-40:])
 def test_a_measurement_is_printed_as_it_is(name: str, statement: str, page: str, text: str) -> None:
-    (claim,) = (claim for claim in claims_of(name) if claim.statement.startswith(statement))
+    (claim,) = (claim for claim in claims_of(*name.split()) if claim.statement.startswith(statement))
     expected = text.format(*map(float, NUMBER.findall(claim.ours)))
     assert page_text(page).count(expected) == 1, f"{expected}, from {claim.ours}"
 
