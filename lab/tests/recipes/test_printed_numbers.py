@@ -17,7 +17,7 @@ from kvshift_lab.study.records import read_records
 ROOT = Path(__file__).parents[3]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?")
 
-# Recipe (with its preset, if not laptop), statement of its claim, page, and what it prints of the numbers in the measurement
+# Recipe (with its preset, if not laptop), statement of its claim, page, and what it prints of the measurement's numbers
 PRINTED = [
     (
         "decide",
