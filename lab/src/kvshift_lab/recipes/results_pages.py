@@ -64,8 +64,8 @@ On text, models with KV shift have a lower loss at 2, 4 and 8 layers in every pa
 the margin that was written down before. At the end and at these rates, the gain is on pairs of tokens that were seen
 before: every model with the shift begins to copy from its context within the training, and none without it does.
 Where plain attention has learnt to copy before, a gain remains (`both_copy`: two and four layers, 6 million tokens).
-With two layers, scaling the heads alone gains a fifth of it. With four, where both copy alike, the gain is smaller, the
-same on all kinds of targets, and all of it needs the previous token.
+With two layers, scaling the heads alone gains a fifth of it. With four, where both copy alike, the gain is smaller, and
+scaling the heads is not shown to gain any of it.
 """
 
 _SUMMARY_WORDS: dict[Direction, str] = {
