@@ -79,7 +79,7 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 def what_is_left_of_other_files_is_no_garbage() -> None:
     """Freeze all objects before each file: training collects garbage in each run, and compiled graphs are never freed.
 
-    Otherwise, the last files of `make test-slow` spend four fifths of their time on looking at what others left.
+    Otherwise, the last tests of `make test-slow` that train spend most of their time on looking at what others left.
     """
     gc.collect()
     gc.freeze()

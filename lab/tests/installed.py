@@ -105,16 +105,17 @@ def export(other: str) -> None:
             model, folder = build_stock(name), Path(place) / "models" / re.sub(r"\W+", "_", name)
             model.save_pretrained(folder)
             write_code(model, folder)
-            expected = {name: tensor.contiguous() for name, tensor in compute(model, prompts).items()}
+            expected = {what: tensor.contiguous() for what, tensor in compute(model, prompts).items()}
             save_file(expected, folder / "expected")
             save_file({str(number): prompt for number, prompt in enumerate(prompts)}, folder / "prompts")
         log(f"exported with transformers {transformers.__version__}")
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(place) / "modules")}
+        environment = {**os.environ, "HF_MODULES_CACHE": str(Path(place) / "modules")}
         script = Path(__file__).with_name("load_exported.py")
         subprocess.run([other, "-P", "-W", "ignore", script, f"{place}/models"], env=environment, check=True)
 
 
 if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
     transformers.utils.logging.disable_progress_bar()
     *export_alone, interpreter = sys.argv[1:]
     (export if export_alone else main)(interpreter)

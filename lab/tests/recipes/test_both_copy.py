@@ -94,7 +94,7 @@ def test_without_random_starts_nothing_is_claimed_of_them():
     assert BOTH in found
     assert not {KEPT, MORE} & found.keys()
     assert RANDOM not in RECIPE.tables(given)
-    assert all(SPANS in job.arm.label for job in RECIPE.arms("deeper"))
+    assert {job.arm.case for job in RECIPE.arms("deeper")} == {SPANS, f"{SCALE}, {SPANS}"}
 
 
 def test_models_of_a_pair_started_from_the_same_weights():
